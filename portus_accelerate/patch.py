@@ -56,7 +56,7 @@ def install() -> None:
     if not is_known(version, OLDEST, NEWEST):
         reason = (
             f"Accelerate {version} is not supported by this version of Portus "
-            f"({spell(OLDEST, NEWEST)}): it saves checkpoints by itself"
+            f"({spell(OLDEST, NEWEST)}): it saves without Portus"
         )
         tell(reason)
         _log.warning("Portus: %s", reason)

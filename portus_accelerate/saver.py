@@ -89,8 +89,8 @@ class Saver:
             what = f"FSDP with {kind}"
         if what is not None:
             ACCELERATE.say_once(
-                f"checkpoints under {what} do NOT go through Portus: Accelerate writes them by "
-                "itself. They are as safe and as fast as without Portus"
+                f"checkpoints under {what} do NOT go through Portus: Accelerate itself writes "
+                "them. They are as safe and as fast as without Portus"
             )
         return what is None
 

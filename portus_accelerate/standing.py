@@ -32,7 +32,7 @@ def status() -> str:
     except portus.UsageError as error:
         return f"the settings are wrong: {error}"
     if portus.is_disabled():
-        return "PORTUS_DISABLE is set: Accelerate saves by itself"
+        return "PORTUS_DISABLE is set: Accelerate itself saves"
     return _told
 
 

@@ -100,7 +100,7 @@ def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> boo
         if not os.path.exists(os.path.join(path, ".metadata")):
             continue
         if dist.get_rank() == 0:
-            _log.error("portus: passed over: %s; going on from %s", first, path)
+            _log.error("portus: passed over: %s; continuing from %s", first, path)
         try:
             return load_step(int(os.path.basename(path).split("-")[1]))
         except portus.CorruptionError:

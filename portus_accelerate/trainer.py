@@ -61,7 +61,7 @@ def install() -> None:
     if not version.split(".")[0].isdigit() or int(version.split(".")[0]) < OLDEST or not known:
         _log.warning(
             "Portus: transformers %s is not supported by this version of Portus: its Trainer "
-            "saves checkpoints by itself; install one of the versions that Portus supports",
+            "saves without Portus; install one of the versions that Portus supports",
             version,
         )
         return
@@ -271,7 +271,8 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
         if found is not None:
             _log.error(
                 "Portus: a process was killed before its random states were in %s, and no "
-                "checkpoint has those of all processes: random numbers do not go on as they were",
+                "checkpoint has those of all processes: random numbers do not continue as "
+                "they were",
                 found,
             )
     if found is None:

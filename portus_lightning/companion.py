@@ -295,7 +295,7 @@ def warnings_for(trainer: Any, run: RunFiles) -> list[str]:
     what = bypass(trainer.strategy, run)
     if what:
         found.append(
-            f"checkpoints of {what} do NOT go through Portus: this strategy writes them by itself. "
+            f"checkpoints of {what} do NOT go through Portus: this strategy writes them itself. "
             "They are as safe and as fast as without Portus"
         )
     uploads = [type(each).__name__ for each in trainer.loggers if uploads_each(each, trainer)]

@@ -40,7 +40,7 @@ def test_doctor_says_that_the_flag_takes_effect(
             *("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "torch did not call Portus", "unset TORCH_"),
             marks=LONG,
         ),
-        pytest.param("PORTUS_DISABLE", "1", "saves by itself", "unset PORTUS_DISABLE", marks=LONG),
+        pytest.param("PORTUS_DISABLE", "1", "itself saves", "unset PORTUS_DISABLE", marks=LONG),
         pytest.param(
             *("PORTUS_ACCELERATE_CONFIG", '{"pols": 1}', "unknown keys ['pols']", "mend"),
             marks=LONG,

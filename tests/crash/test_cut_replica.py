@@ -143,7 +143,7 @@ def is_refused(first: str) -> bool:
     try:
         portus.PoolCheckpointer(first, "net", durable=2).close()
     except (BusyError, StaleError) as error:
-        return re.search("went on elsewhere|goes on there", str(error)) is not None
+        return re.search("continued elsewhere|continues there", str(error)) is not None
     except TransportError:
         return False
     raise AssertionError("both hosts lead")

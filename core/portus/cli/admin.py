@@ -100,7 +100,7 @@ def drain(
 ) -> None:
     """Accept no new saves, and wait for those in flight. Then the host can be stopped.
 
-    Loads continue. Exit code 75 if saves are still in flight when the time is over.
+    Loads continue. Exit code 75 if saves are still in flight when the time is up.
     """
     # The host answers only after its own wait.
     left = _ask(host, Drain(not off, wait_s), RequestDone, wait_s + 60).count

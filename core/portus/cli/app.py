@@ -17,17 +17,17 @@ from portus.errors import mask
 _GROUPS: Final = {
     "Checkpoints": {
         "ls": "list the checkpoints of a directory, a pool or a mirror",
-        "show": "show what is in one",
+        "show": "show the contents of one",
         "verify": "read every byte and compare the checksums",
-        "export": "write one as the file that it is, or as another kind",
+        "export": "write one as its own file, or in another format",
         "rm": "delete one",
         "gc": "remove what killed processes left",
         "scrub": "verify slowly, from the disk: for cron",
-        "report": "where the time of a training went",
-        "doctor": "what to change here, and how fast this machine is",
+        "report": "show where the time of a run went",
+        "doctor": "check this machine: what to change, and how fast it is",
     },
     "Mirrors": {
-        "pull": "fetch what a mirror has of a run",
+        "pull": "fetch a run from a mirror",
         "mirror": "compare a mirror with its pool, or repair it",
     },
     "Pools on devices and storage hosts": {

@@ -76,7 +76,7 @@ def command(
         None,
     ),
 ) -> None:
-    """Say what to change here, and how fast this machine is: verdict first."""
+    """Check this machine: what to change, and how fast it is. The verdict comes first."""
     pools: dict[str, MachineFinding] = {}
     to_measure: dict[str, None] = {}
     elsewhere: dict[str, str] = {}

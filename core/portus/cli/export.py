@@ -86,16 +86,16 @@ def command(
         "--shard-size SIZE", "the most bytes of each file, if OUT is a directory", "5GB"
     ),
 ) -> None:
-    """Write a version, verified, as the file that it is, byte for byte; or a version or a file as
+    """Write a version, verified, as its own file, byte for byte; or a version or a file as
     safetensors or as a torch file.
 
-    MODEL may be a pointer, or a directory of pointers: OUT gets what they lead to. Without a step:
-    the newest version of the model. Of several files OUT is a directory that gets all of them.
+    MODEL may be a pointer, or a directory of pointers: OUT gets the files they refer to. Without a
+    step: the newest version of the model. If there are several files, OUT is a directory for all.
 
-    What --names say, or an OUT of another kind, is converted, and no code that the file names is
-    run. Safetensors hold contiguous tensors only: other values are left out, and tensors that share
-    memory are written separately. The numpy arrays of a shelf become tensors. A directory gets the
-    weights as model.safetensors, or as files of at most --shard-size and an index.
+    With --names, or an OUT of another kind, the file is converted, without running any code that it
+    names. Safetensors hold only contiguous tensors: other values are left out, and tensors that
+    share memory are written separately. The numpy arrays of a shelf become tensors. A directory
+    gets the weights as model.safetensors, or as files of at most --shard-size and an index.
     """
     options = ExportOptions(
         out=out,
@@ -236,7 +236,7 @@ def _copy_led_to(path: str, out: str, target: str) -> int:
     def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
         with open_version(reader, entry) as opened:
             if said.part not in opened.files:
-                raise CorruptionError(f"{path}: it leads to a version that lacks this file")
+                raise CorruptionError(f"{path}: it refers to a version that lacks this file")
             check_room(out, opened.files[said.part].size)
             return _write(opened, said.part, target)
 

@@ -86,7 +86,7 @@ def ls(path: str, every: bool, output: Output) -> list[Json]:
         rows: list[Row] = []
         for each in files:
             age, size = words.age(each.info.time_ns), words.size(each.info.size)
-            leads = f"leads to {each.leads_to}" if each.leads_to else ""
+            leads = f"points to {each.leads_to}" if each.leads_to else ""
             rows.append((os.path.basename(each.path), each.step, age, size, leads))
         most = None if every else NEWEST
         output.table(("FILE", ">STEP", "SAVED", ">SIZE", ""), newest_rows(rows, most))
@@ -136,7 +136,7 @@ def _check_unlinked(path: str) -> None:
     with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
         found = [e.name for e in entries if e.is_symlink() and os.path.realpath(e.path) == real]
     if found:
-        raise UsageError(f"{path}: {', '.join(sorted(found))} leads to it; --force removes it")
+        raise UsageError(f"{path}: {', '.join(sorted(found))} points to it; --force removes it")
 
 
 def show(path: str, output: Output) -> None:
@@ -148,7 +148,7 @@ def show(path: str, output: Output) -> None:
     size, age = words.size(found.info.size), words.age(found.info.time_ns)
     output.line(f"{words.path(path)}: {size}, saved {age}, {CHECKS[by]}")
     if found.leads_to:
-        output.line(f"leads to {found.leads_to}")
+        output.line(f"points to {found.leads_to}")
     output.document({**file_document(found), "verified_by": by, **show_outline(outline, output)})
 
 

@@ -21,13 +21,13 @@ def command(
     ),
     yes: bool = flag("--yes -y", "delete them without asking"),
     empty: bool = flag("--empty", "also remove pool files that end up empty"),
-    dry_run: bool = flag("--dry-run", "only show what would be deleted and given back"),
+    dry_run: bool = flag("--dry-run", "only show what would be deleted and returned"),
 ) -> None:
-    """Remove what processes that were killed left in a directory of files; of a pool, return free
-    space to the disk.
+    """Remove what killed processes left in a directory of files; return a pool's free space to the
+    disk.
 
-    With --missing, first delete versions whose pointers somebody removed. It looks at the files of
-    this machine: run it where DIR is mounted.
+    With --missing, first delete versions whose pointers were removed. It looks at the files of this
+    machine: run it where DIR is mounted.
     """
     where = only_place(place, pool)
     path = None if missing or empty else files.find_files(where, None)
@@ -58,7 +58,7 @@ def _collect(place: OpenPlace, part: Collection, yes: bool, dry_run: bool, outpu
     found = part.look()
     for info in found.gone:
         name, size = f"{info.model}@{info.step}", words.size(info.size)
-        output.line(f"{title}: {name}, {size}: no pointer that was found leads to it any more")
+        output.line(f"{title}: {name}, {size}: none of the pointers found refers to it")
     if found.errors:
         output.line(f"{title}: nothing was removed: what could not be read may be a pointer")
         for error in found.errors[1:]:

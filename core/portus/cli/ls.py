@@ -150,7 +150,7 @@ def _row(version: StoredCheckpoint, table: FileTable | None) -> Row:
 def _file_row(file: StoredCheckpoint) -> Row:
     info = file.info
     if file.leads_to:
-        return info.model, file.path, None, "", f"leads to {file.leads_to}"
+        return info.model, file.path, None, "", f"points to {file.leads_to}"
     return info.model, file.path, info.step, words.age(info.time_ns), words.size(info.size)
 
 

@@ -43,7 +43,7 @@ _MIRROR: Final = argument("[MIRROR]", "the mirror; default: $PORTUS_MIRROR", Non
 
 
 def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
-    """Show what is mirrored, by which writer, and what is not yet."""
+    """Show what is mirrored, by which writer, and what is missing."""
     address = _address(url)
     documents: list[Json] = []
     rows: list[Row] = []
@@ -93,10 +93,10 @@ def repair(
 ) -> None:
     """Verify a mirror, and replace what is damaged or missing.
 
-    It reads every byte. Versions are sent again from the pool, and files of runs from the directory
-    that they were mirrored from, if they are intact there. So is what the log of the mirror lost:
-    versions that the pool has, and files that are in both places. Exit code 1 if something stays
-    damaged.
+    It reads every byte. It sends versions again from the pool, and files of runs from the directory
+    that they were mirrored from, if they are intact there. It also restores what the log of the
+    mirror lost: versions that the pool has, and files that are in both places. Exit code 1 if
+    damage remains.
     """
     address = _address(url)
     root = local_path(directory or os.curdir, "--files")
@@ -173,7 +173,7 @@ _RESULTS: Final = {
         "counted": "did not count, and is what the directory of the run has: it counts again",
         "removed": "was removed or replaced meanwhile",
     },
-    "log": {"mended": "was DAMAGED, and says anew what is known; what it said besides is lost"},
+    "log": {"mended": "was DAMAGED, and was rewritten with what is known; the rest is lost"},
     "object": {"uncounted": UNCOUNTED, "damaged": UNCOUNTED},
 }
 

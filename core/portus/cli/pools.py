@@ -53,7 +53,7 @@ def refuse_pointer(place: Place) -> None:
     if pointer_at(place.path) is not None:
         raise UsageError(
             f"{place} is a pointer to a checkpoint in a pool; expected the pool. portus show "
-            f"{place} shows what it leads to"
+            f"{place} shows its checkpoint"
         )
 
 

@@ -32,13 +32,13 @@ def command(
 ) -> None:
     """Fetch what a run on a machine with an empty disk would fetch.
 
-    Of a run that saves files: all files that are not in DIR. Of a pool: all versions; portus export
-    writes their files. Started again after an interruption, it resumes.
+    For a run that saves files: all files that are not in DIR. For a pool: all versions; portus
+    export writes their files. An interrupted pull resumes when it is restarted.
     """
     address, model = _address_and_model(mirror)
     root = os.path.abspath(os.path.expanduser(directory or "."))
     if os.path.exists(root) and not os.path.isdir(root):
-        raise UsageError(f"{root} is not a directory; name one, or leave DIR out")
+        raise UsageError(f"{root} is not a directory; name one, or omit DIR")
     place = Place.parse(pool or os.path.join(root, DEFAULT_DIRECTORY), "--pool")
     if place.local_path is None:
         raise UsageError(f"--pool {place}: a mirror is pulled into pools of this machine")

@@ -51,8 +51,8 @@ def command(
 
     For a pool that does not open (both root slots or both superblocks are lost), or that lost its
     name. Reads the whole pool. Also finds deleted versions that were not overwritten. Pointers
-    lead to the new pool once it takes the place of the old one; `portus export` extracts
-    single versions from it. Exit code 1 if nothing is intact, or if a version that the pool lists
+    refer to the new pool once it replaces the old one; `portus export` extracts single versions
+    from it. Exit code 1 if nothing is intact, or if a version that the pool lists
     is damaged.
     """
     if into is not None and in_place:

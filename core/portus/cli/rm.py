@@ -33,7 +33,7 @@ def command(
     pool: Text = POOL_OR_MIRROR,
     yes: bool = flag("--yes -y", "delete a whole model without asking"),
     force: bool = flag(
-        "--force -f", "also delete marks of protected tables, and files that a link leads to"
+        "--force -f", "also delete marks of protected tables, and files that a link points to"
     ),
     keep: Text = option(
         "--keep N|KEEP",
@@ -42,9 +42,9 @@ def command(
     ),
 ) -> None:
     """Delete a torch file; or versions, and the pointers to them; or a pointer, and its version if
-    no other one leads there.
+    no other one refers to it.
 
-    A torch file that a link beside it leads to takes --force.
+    A torch file that a link beside it points to needs --force.
     """
     kept = None if keep is None else Keep.parse(keep)
     removed: list[Json] = []
@@ -70,8 +70,8 @@ def _remove_pointer(path: str, output: Output) -> list[Json]:
     name = f"{info.model}@{info.step}"
     output.line(f"{path}: removed")
     if left:
-        lead = "leads" if left == 1 else "lead"
-        output.line(f"{name} stays: {words.count(left, 'pointer')} {lead} to it")
+        refer = "refers" if left == 1 else "refer"
+        output.line(f"{name} stays: {words.count(left, 'pointer')} {refer} to it")
     else:
         output.line(f"removed {name}, {words.size(info.size)} or less")
     return [version_document(info)] if is_retired else []
@@ -120,7 +120,7 @@ def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
     for each in places.list(found[0].info.model) if paths else ():
         led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
         if each.leads_to and each.path not in paths and led in paths:
-            raise UsageError(f"{led}: {each.path} leads to it; --force removes it")
+            raise UsageError(f"{led}: {each.path} points to it; --force removes it")
 
 
 def _remove(places: Places, found: Sequence[StoredCheckpoint]) -> int:

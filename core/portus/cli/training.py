@@ -221,7 +221,7 @@ def state_text(seen: JournaledRun) -> str:
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
     if seen.is_running:
         return f"runs; its last step ended {words.age(time_ns)}"
-    how = "ended by itself" if last.is_closed else "was killed"
+    how = "ended normally" if last.is_closed else "was killed"
     return f"{how} {words.age(time_ns)}, at step {its.steps}"
 
 

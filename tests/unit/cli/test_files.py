@@ -163,7 +163,7 @@ def test_rm_removes_one_file_and_none_that_a_link_leads_to(runs: Path) -> None:
     led = runs / "b" / "epoch=1-step=7.ckpt"
     said = command("rm", led)
     assert said.code == 2
-    assert "last.ckpt leads to it" in said.err
+    assert "last.ckpt points to it" in said.err
     assert command("rm", led, "--force").code == 0
     assert not led.exists()
     for wrong in (runs / "a", runs / "b" / "notes.txt", runs / "nothing.pt"):
@@ -178,7 +178,7 @@ def test_rm_removes_the_files_of_a_directory_that_do_not_stay(tmp_path: Path) ->
             checkpointer.save(state(step), step, metrics={"loss": abs(step - 3)})
     before = os.listdir(tmp_path / "a")
     (tmp_path / "a" / "last.pt").symlink_to("step-00000002.pt")
-    assert "last.pt leads to it" in command("rm", tmp_path / "a", "--keep", "1").err
+    assert "last.pt points to it" in command("rm", tmp_path / "a", "--keep", "1").err
     assert set(os.listdir(tmp_path / "a")) == {"last.pt", *before}
     (tmp_path / "a" / "last.pt").unlink()
     said = command("rm", tmp_path / "a", "--keep", "last=2,every=5,best=loss:min:1")

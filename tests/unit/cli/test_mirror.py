@@ -343,7 +343,7 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
     assert Path("out.pt").read_bytes() == b"2.pt" * 9, "the link came later"
     assert portus("show", f"{url}/gpt@0").code == 2
     said = portus("rm", f"{url}/gpt@2")
-    assert (said.code, "last.pt leads to it" in said.err) == (2, True)
+    assert (said.code, "last.pt points to it" in said.err) == (2, True)
     assert portus("rm", f"{url}/gpt@1").code == 0
     upload(3, "c-3/model.safetensors", "c-3/optimizer.bin")
     said = portus("export", f"{url}/gpt@3", "part.pt")

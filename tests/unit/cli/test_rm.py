@@ -116,7 +116,7 @@ def test_the_pointers_of_all_files_of_a_version_go(run: Run) -> None:
         files.save_directory(str(directory), {"a.pt": state(1), "b.pt": state(2)}, 7).wait()
     assert sorted(os.listdir(directory))[-2:] == ["a.pt", "b.pt"]
     said = portus("rm", directory / "a.pt")
-    assert "led@7 stays: 1 pointer leads to it" in said.out
+    assert "led@7 stays: 1 pointer refers to it" in said.out
     assert steps(run.led) == [7]
     assert portus("rm", "led@7").code == 0
     assert not (directory / "b.pt").exists()

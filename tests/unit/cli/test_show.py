@@ -123,8 +123,8 @@ def test_a_pointer_shows_what_it_leads_to(run: Run, monkeypatch: pytest.MonkeyPa
     assert by_path["tensors"] == version["files"][0]["tensors"]
     assert by_path["step"] == 5
     assert by_path["leads_to"] == f"led@5 in {run.led}"
-    assert f"leads to led@5 in {run.led}" in portus("show", path).out
-    assert "leads to led@5" in portus("ls", path.parent).out
+    assert f"points to led@5 in {run.led}" in portus("show", path).out
+    assert "points to led@5" in portus("ls", path.parent).out
 
 
 def test_a_pointer_in_place_of_a_pool_is_said_to_be_one(run: Run) -> None:

@@ -186,9 +186,9 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
                 with pytest.raises(PortusError):
                     saved(left, 11)
             saved(right, 3)
-            with pytest.raises(PortusError, match="went on elsewhere"):
+            with pytest.raises(PortusError, match="continued elsewhere"):
                 saved(left, 12)
-    assert "went on elsewhere" in caplog.text
+    assert "continued elsewhere" in caplog.text
     firsts, seconds = (each.house.pools.of("default") for each in (two.first, two.second))
     assert [term.pool for term in two.log().terms] == [
         firsts.writer.superblock.uuid,
@@ -214,11 +214,11 @@ def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_supers
             saved(right, 2)
             with caplog.at_level(logging.ERROR):
                 two.heal()
-                until(lambda: "went on" in two.first.house.pools.of("default").replica.failure)
-            with pytest.raises(StaleError, match="went on elsewhere"):
+                until(lambda: "continued" in two.first.house.pools.of("default").replica.failure)
+            with pytest.raises(StaleError, match="continued elsewhere"):
                 saved(left, 10)
             saved(right, 3)
-    assert "went on elsewhere" in caplog.text
+    assert "continued elsewhere" in caplog.text
     assert steps_at(two.second)[-1] == 3
     assert {each.step for each in two.log().versions} == set(steps_at(two.second))
 

@@ -137,7 +137,7 @@ def test_a_rotten_newest_slot_hides_no_version(
         destroy(pool, slot_of(pool))
     with caplog.at_level(logging.WARNING, "portus"):
         assert listed(pool.open_reader()) == [("b", 7), ("a", 2)]
-    assert "commit 3, to which it led, is intact" in caplog.text
+    assert "its commit 3 is intact" in caplog.text
     found = check(pool.open_reader())
     [finding] = [each for each in found if each.severity is not Severity.WARNING]
     assert finding.severity is Severity.MEND

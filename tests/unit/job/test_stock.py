@@ -33,7 +33,7 @@ def test_it_saves_itself_on_other_systems_and_that_is_said_once(
     assert framework.saves_itself()
     (record,) = caplog.records
     assert record.name == "portus_plough"
-    assert "on darwin Plough saves by itself" in record.getMessage()
+    assert "on darwin Plough itself saves" in record.getMessage()
 
 
 def test_what_was_said_of_one_framework_is_said_of_another(

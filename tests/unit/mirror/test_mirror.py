@@ -343,7 +343,7 @@ def test_who_is_superseded_is_told_by_whom_and_may_go_on_after_who_was_passing(r
     run.claim()
     run.copy(1)
     Mirror(run.bucket, MODEL).claim("job 17 on node 3", POOL, 0)
-    with pytest.raises(SupersededError, match="term 4: job 17 on node 3 goes on with it") as told:
+    with pytest.raises(SupersededError, match="term 4: job 17 on node 3 continues with it") as told:
         run.mirror.note([Removed(bytes(16))])
     assert not told.value.passing
 

@@ -562,7 +562,7 @@ def test_bytes_without_a_path_lead_where_the_pointer_says_and_to_what_is_configu
     forget()
     assert_same(torch.load(io.BytesIO(data)), state(1))
     moved = run.pool.rename(run.home / "moved.portus")
-    with pytest.raises(UsageError, match="this pointer leads to pool"):
+    with pytest.raises(UsageError, match="this pointer refers to pool"):
         torch.load(io.BytesIO(data))
     portus.allow(moved)
     assert_same(torch.load(io.BytesIO(data)), state(1))

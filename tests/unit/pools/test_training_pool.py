@@ -379,7 +379,7 @@ def test_a_removal_while_the_pool_cannot_be_reached_says_what_stays(
         files.remove(scene.path("1.ckpt"))
     files.close()
     assert not os.path.exists(scene.path("1.ckpt"))
-    assert f"1.ckpt is removed, and what it led to stays in {scene.place}" in caplog.text
+    assert f"1.ckpt is removed, but its version stays in {scene.place}" in caplog.text
 
 
 def test_saves_to_one_pool_go_on_after_a_version_was_removed_by_others(scene: Scene) -> None:

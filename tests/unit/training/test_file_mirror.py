@@ -419,7 +419,7 @@ def test_a_machine_whose_run_went_on_elsewhere_is_told_before_it_trains(
     run.files.close()
     assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}, "one writer counts"
     for act in (Run.fetch, Run.begin):
-        with pytest.raises(UsageError, match="went on elsewhere"):
+        with pytest.raises(UsageError, match="continued elsewhere"):
             act(Run(bucket, tmp_path / "run"))
 
 
@@ -433,7 +433,7 @@ def test_who_is_superseded_says_so_and_trains_on(
     run.save("2.ckpt", 2).wait()
     run.files.close()
     assert "no longer mirroring" in caplog.text
-    assert "somebody goes on with it" in caplog.text
+    assert "somebody continues with it" in caplog.text
     assert run.here() == {"1.ckpt", "2.ckpt"}
 
 

@@ -251,7 +251,7 @@ class Tuner:
             raise UsageError(
                 f"the state of a cadence has format {number}, and this Portus knows up to "
                 f"{FORMAT}: it was made by a newer one. Upgrade Portus here, or leave this state "
-                "out; then costs are measured anew"
+                "out; then costs are measured again"
             )
         if state.get("measured_on") != dict(measured_on):
             self.costs = None

@@ -180,5 +180,5 @@ def _check(table: Table, module: torch.nn.Module) -> torch.nn.EmbeddingBag:
             f"{'' if found is None else f' with mode={found!r}'}"
         )
     if module.padding_idx is not None:
-        raise UsageError(f"{table.name}: early_lookup takes no padding_idx; leave it away")
+        raise UsageError(f"{table.name}: early_lookup takes no padding_idx; omit it")
     return module

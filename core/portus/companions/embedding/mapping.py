@@ -193,7 +193,7 @@ def persistent(medium: Medium) -> DaxDevice | DaxFile:
         return medium
     raise UsageError(
         f"{medium.info.name}: expected a DAX device, or a file on a file system with DAX, for "
-        f"tables that are changed in place, found {medium.info.kind.name}; leave in_place away, "
+        f"tables that are changed in place, found {medium.info.kind.name}; omit in_place, "
         "or take another pool"
     )
 

@@ -207,7 +207,7 @@ def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer)
     owning = [each for each in optimizer.param_groups if any(p is weight for p in each["params"])]
     if not owning:
         raise UsageError(
-            f"{name}: the {kind.__name__} that had it when it was protected has it no more; call "
+            f"{name}: the {kind.__name__} that had it when it was protected no longer has it; call "
             "`close`, and `protect` again with the optimizer that has it"
         )
     [group] = owning

@@ -308,7 +308,7 @@ class Cadence:
         self._measured_on = None
         if measured_on["medium"] != medium:
             self._tuner.costs = None
-            _log.info("saves now go to another medium (%s): their cost is measured anew", medium)
+            _log.info("saves now go to another medium (%s): their cost is measured again", medium)
 
     def _here(self) -> dict[str, str | int]:
         _, count = standing(self._group)

@@ -420,8 +420,8 @@ class Journal(Companion, fence.Listener):
             if not self._has_warned:
                 self._has_warned = True
                 _log.warning(
-                    "portus: cannot write the journal of %s (saves go on; portus report lacks them "
-                    "until it can be written): %s",
+                    "portus: cannot write the journal of %s (saves continue; portus report lacks "
+                    "them until it can be written): %s",
                     self._model,
                     error,
                 )

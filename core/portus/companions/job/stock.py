@@ -46,7 +46,7 @@ class Framework:
             return True
         if sys.platform != "linux":
             self.say_once(
-                f"Portus saves on Linux only; on {sys.platform} {self._name} saves by itself, and "
+                f"Portus saves on Linux only; on {sys.platform} {self._name} itself saves, and "
                 "loading works"
             )
             return True

@@ -46,7 +46,7 @@ BEAT: Final = Record(
     32,
     (
         Field("steps", "Q", "steps of the optimizer that this session has done"),
-        Field("at_ns", "Q", "when the last of them ended, ns since the boot"),
+        Field("at_ns", "Q", "when the last one ended, ns since the boot"),
         Field("work_ns", "Q", "what they take without saves, ns"),
         Field("check", "Q", "the three, and `PORTBEAT` as a number, combined by exclusive or"),
     ),
@@ -59,7 +59,7 @@ ASKED: Final = Record(
     (
         Field("number", "Q", "of the save in this session, from 1 on; 0: none"),
         Field("steps", "Q", "done when it was asked for"),
-        Field("step", "q", "as the training calls it"),
+        Field("step", "q", "the training's step number"),
         Field("token", "16s", "of the version"),
         Field("check", "Q", "crc32 of the 40 bytes before"),
     ),

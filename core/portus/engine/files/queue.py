@@ -206,7 +206,7 @@ class Queue:
     def _say_since(self, start: float) -> None:
         waited = time.monotonic() - start
         _log.warning(
-            "%s: still finishing saves after %.0f s. If this goes on, look at the disk, or the "
+            "%s: still finishing saves after %.0f s. If this continues, check the disk, or the "
             "storage host, that they go to",
             self._name,
             waited,

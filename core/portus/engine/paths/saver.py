@@ -192,7 +192,7 @@ class FileSaver:
         """Block until all saves so far are over. Raises ``TimeoutError``, and failures that nobody
         heard of, as ``on_error`` says."""
         if not self.catch_up(timeout):
-            raise TimeoutError(f"saves were not over after {timeout} s")
+            raise TimeoutError(f"saves had not ended after {timeout} s")
         self.reports.tell()
 
     def catch_up(self, timeout: float | None = None) -> bool:
@@ -210,7 +210,7 @@ class FileSaver:
                 if queue.put_all(self, _NEWS_S) and queue.catch_up(_NEWS_S):
                     break
                 _log.warning(
-                    "portus: still finishing saves after %.0f s. If this goes on, look at the disk "
+                    "portus: still finishing saves after %.0f s. If this continues, check the disk "
                     "that they go to",
                     time.monotonic() - start,
                 )

@@ -9,8 +9,8 @@ from typing import Final
 from portus.reach.protocol.messages import Fault
 
 COUNTED: Final = {
-    "connections": "connections that were let in",
-    "refused": "connections that were not",
+    "connections": "admitted connections",
+    "refused": "refused connections",
     "saves": "versions that were committed",
     "abandoned": "saves that ended without a version",
     "pulled_bytes": "bytes received into pools",
@@ -19,7 +19,7 @@ COUNTED: Final = {
     "shared_bytes": "bytes that versions share with earlier ones",
     "read_bytes": "bytes sent to readers",
     "object_bytes": "bytes of objects that others mirror here, as they came",
-    "scrubbed_bytes": "bytes read again by scrubs that were over",
+    "scrubbed_bytes": "bytes read by completed scrubs",
     "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
     "hash_seconds": "time spent hashing what came through a socket, a part of pull_seconds",
     "wire_seconds": "time with requests of verbs under way",
@@ -27,7 +27,7 @@ COUNTED: Final = {
 }
 
 TIMED: Final = {
-    "save": "from the begin of a save to its commit",
+    "save": "from the start of a save to its commit",
     "pull": "from an offer of storages until they were received and hashed",
     "commit": "from a confirmation to the commit",
     "read": "from a request to read to its last byte sent",

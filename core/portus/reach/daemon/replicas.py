@@ -158,7 +158,7 @@ class Replica(Copies[Leader]):
             with contextlib.suppress(MissingError):
                 objects.store.get(name)
                 return False
-        raise BusyError(errno.EBUSY, "a client saves this model at the replica: it goes on there")
+        raise BusyError(errno.EBUSY, "a client saves this model at the replica: it continues there")
 
     @property
     def name(self) -> str:
@@ -237,7 +237,7 @@ class _Following(Follower):
     def shed(self, versions: Collection[VersionInfo]) -> None:
         steps = ", ".join(str(info.step) for info in versions)
         text = f"{self._tenant}: model {self.model!r}: steps {steps} do not count any more"
-        tell(logging.WARNING, "retired", f"{text}: it went on elsewhere meanwhile")
+        tell(logging.WARNING, "retired", f"{text}: it continued elsewhere meanwhile")
         self.writer.retire({info.id for info in versions})
 
 

@@ -380,7 +380,7 @@ class HostDraft:
             return self._link
         snapshot = self._snapshot
         if self._over or snapshot is None:
-            raise TransportError(f"{self.name}: this save is over")
+            raise TransportError(f"{self.name}: this save has ended")
         if len(self._lengths) > said.STORAGES_MAX:
             # Said here: the host would end the connection, and each later save would try again.
             raise UsageError(

@@ -109,7 +109,7 @@ SLOT: Final = Record(
         Field(
             "sequence",
             "Q",
-            "the commit number; of a pool to which nothing was committed 0, or, if it goes on from "
+            "the commit number; of a pool to which nothing was committed 0, or, if it continues "
             "another pool, an even number above that one's commits",
         ),
         Field("next_version", "Q", "the id that the next version gets; over every id below"),

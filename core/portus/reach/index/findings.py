@@ -76,7 +76,7 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "name each storage, and no other, and its tensors MUST lie within their storages."
         ),
         "F16": (
-            "The entries of a copies record MUST end with the payload. Each MUST lead to a "
+            "The entries of a copies record MUST end with the payload. Each MUST refer to a "
             "record of its kind, length and digest, and its commit MUST NOT be after that of "
             "the copies record."
         ),

@@ -160,7 +160,7 @@ class PoolWriter(PoolReader):
                 header = HEADER.unpack(read_whole(self.medium, place, kind))
             except (CorruptionError, MediumError) as error:
                 self._damaged.add(place)
-                _log.error("%s; it is written anew", error)
+                _log.error("%s; it is rewritten", error)
             else:
                 commit = cast(int, header["commit"])
         if commit is None or not self._damaged.isdisjoint(places):

@@ -71,16 +71,15 @@ class PoolReader:
         if self._searched is None or self._searched[0] != found.root:
             name = self.medium.info.name
             _log.warning(
-                "%s: root slot %d is damaged; searching for the commit that it led to. Look at the "
-                "disk",
+                "%s: root slot %d is damaged; searching for the commit that it refers to. Check "
+                "the disk",
                 name,
                 slot,
             )
             ahead = next_catalogue(self.medium, self.superblock.uuid, found)
             if ahead is not None:
                 _log.error(
-                    "%s: root slot %d is damaged, but commit %d, to which it led, is intact: "
-                    "that is the newest",
+                    "%s: root slot %d is damaged, but its commit %d is intact: that is the newest",
                     name,
                     slot,
                     ahead.root.sequence,

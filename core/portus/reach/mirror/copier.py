@@ -125,7 +125,7 @@ class Copier(BackgroundCopier):
 
     def _elsewhere(self, newest: Added, own: Sequence[VersionInfo]) -> ElsewhereError:
         return ElsewhereError(
-            f"{self._joined.name}: model {self._model!r} went on elsewhere: the newest that "
+            f"{self._joined.name}: model {self._model!r} continued elsewhere: the newest that "
             f"{self.address} has is step {newest.step}, of another pool, and the newest here "
             f"is step {own[-1].step if own else None}. {self._advice}"
         )
@@ -320,4 +320,4 @@ class JoinedPool:
         """The pool, if it has this version. Raises ``StaleError``."""
         if info in self.infos():
             return self.writer
-        raise StaleError(f"step {info.step} was let go of")
+        raise StaleError(f"step {info.step} was removed")

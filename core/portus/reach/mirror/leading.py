@@ -149,16 +149,16 @@ class Leader(Copier):
         except BusyError as error:
             raise BusyError(
                 errno.EBUSY,
-                f"another client saves model {self._model!r} at {self.address}: it goes on there",
+                f"another client saves model {self._model!r} at {self.address}: it continues there",
             ) from error
         return True
 
     def _went_on(self, state: State, newest: Added, foreign: Collection[VersionInfo]) -> str:
         steps = ", ".join(str(info.step) for info in foreign)
         return (
-            f"model {self._model!r} went on elsewhere: the newest that counts is step "
+            f"model {self._model!r} continued elsewhere: the newest that counts is step "
             f"{newest.step}, in term {newest.term}, at {self.address}. Steps {steps} here do "
-            "not count, and keep it from going on here: once nobody needs them, `portus rm "
+            "not count, and keep it from continuing here: once they are not needed, `portus rm "
             f"{self._model}@STEP --force` each"
         )
 
@@ -167,7 +167,7 @@ class Leader(Copier):
         if state.terms and not (self._is_wanted or is_own):
             raise ElsewhereError(
                 f"model {self._model!r} was saved last by {state.who}; it is copied from here once "
-                "somebody claims it here"
+                "a client claims it here"
             )
         super()._take_term(state, state.number)
         with self._changed:
@@ -183,7 +183,7 @@ class Leader(Copier):
         state, why = self._mirror.state, str(error)
         if isinstance(error, SupersededError) and state.newest is not None:
             why = (
-                f"model {self._model!r} went on elsewhere, in term {state.term}, by {state.who}: "
+                f"model {self._model!r} continued elsewhere, in term {state.term}, by {state.who}: "
                 f"the newest that counts is step {state.newest.step}, at {self.address}. What is "
                 "committed here does not count any more"
             )

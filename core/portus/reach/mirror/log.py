@@ -185,10 +185,10 @@ class MirrorLog:
 
     def _superseded_error(self) -> SupersededError:
         state = self.state
-        what = "was passing by" if state.passing else "goes on with it"
+        what = "was passing by" if state.passing else "continues with it"
         return SupersededError(
             f"the mirror of model {self._model!r} is in term {state.term}: "
-            f"{state.who or 'nobody'} {what}. Commits of this process are no longer mirrored",
+            f"{state.who or 'no writer'} {what}. Commits of this process are no longer mirrored",
             passing=state.passing,
         )
 

@@ -26,7 +26,7 @@ from portus.reach.versions.pool_draft import PoolDraft
 
 _ADVICE: Final = (
     "`portus ls` lists what is there, and `portus gc --missing DIR` the versions that no pointer "
-    "in a directory leads to any more"
+    "in a directory refers to any more"
 )
 
 

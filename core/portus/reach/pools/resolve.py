@@ -174,7 +174,7 @@ def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
 
     for result in use_reference(path, use):
         return result
-    raise UsageError(f"{printable(path)} leads to a version that has no files")
+    raise UsageError(f"{printable(path)} refers to a version that has no files")
 
 
 def is_pointer_good(data: bytes, path: str) -> bool:
@@ -231,8 +231,8 @@ def _missing(reference: Reference, path: str | None, *, was_found: bool) -> Port
             f"`portus ls {reference.pool_path}` lists what the pool holds"
         )
     return UsageError(
-        f"{what} leads to pool {reference.pool}, at {reference.pool_path}, and a pointer alone may "
-        f"not choose what is opened, or another pool is there. If you trust it, set "
+        f"{what} refers to pool {reference.pool}, at {reference.pool_path}, and a pointer alone "
+        f"may not choose what is opened, or another pool is there. If you trust it, set "
         f"PORTUS_POOL={reference.pool_path} (or wherever the pool is now) and load again"
     )
 

@@ -191,7 +191,7 @@ class TrainingPool(Destination):
             self.let_go(pointer)
         except PortusError as error:
             _log.warning(
-                "portus: %s is removed, and what it led to stays in %s: %s",
+                "portus: %s is removed, but its version stays in %s: %s",
                 printable(path),
                 self.place,
                 error,

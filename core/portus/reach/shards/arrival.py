@@ -45,7 +45,7 @@ def await_files(
         elif now - seen > gone_s:
             raise AbandonedError(
                 f"{printable(directory)}: save given up: {list_names(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not there, and nobody writes it: a "
+                f"{'is' if len(missing) == 1 else 'are'} not there, and no process writes it: a "
                 "rank has ended, or could not save its part"
             )
         time.sleep(pause_s)

@@ -70,7 +70,7 @@ def _remove_cut_off(directory: str) -> None:
         if len(left) < len(names):
             raise UsageError(
                 f"{printable(directory)}: expected a directory without safetensors files, found "
-                f"{len(names)}: whoever loads from there takes all of them, those of an older "
+                f"{len(names)}: a load from there takes all of them, also those of an older "
                 "checkpoint too. Save to another directory"
             )
         for name in left:

@@ -451,10 +451,10 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _elsewhere(self, newest: FileAdded) -> ElsewhereError:
         return ElsewhereError(
-            f"{printable(self._directory)}: run {self._model!r} went on elsewhere: the newest that "
-            f"{self.address} has is {newest.path}, which is not here, and there are other files "
-            "here. To resume from the mirror, move these files away; to resume from here, use "
-            "another mirror, or mirror='none'"
+            f"{printable(self._directory)}: run {self._model!r} continued elsewhere: the newest "
+            f"that {self.address} has is {newest.path}, which is not here, and there are other "
+            "files here. To resume from the mirror, move these files away; to resume from here, "
+            "use another mirror, or mirror='none'"
         )
 
     def _has(self, said: FileAdded) -> bool:

@@ -323,8 +323,8 @@ class TrainingFiles:
                     leave(self)
                 for path in after.leftovers():
                     _log.warning(
-                        "portus: %s stays: the save that was to replace it failed, or a link leads "
-                        "there",
+                        "portus: %s stays: the save that was to replace it failed, or a link "
+                        "points to it",
                         printable(path),
                     )
         finally:

@@ -122,7 +122,7 @@ class Guest:
     def give_back(self) -> None:
         """Return the free space of the pool to its file system."""
         freed = self.fabric.give_back(self.hosted)
-        self.tell(logging.INFO, "gave_back", f"{freed} bytes given back", bytes=freed)
+        self.tell(logging.INFO, "gave_back", f"{freed} bytes returned", bytes=freed)
 
     def end(self, *, goodbye: bool) -> None:
         """Release all that the client holds. goodbye: the client ended in order."""
