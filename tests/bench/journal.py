@@ -89,7 +89,7 @@ def written(outcome: Outcome, job: Job | None = None) -> list[Line]:
 def _begun(session: str, span: Span, saves: int, step: int) -> SessionBegun:
     return SessionBegun(
         session=session, at_s=span.begin_s, time_ns=int((EPOCH_S + span.begin_s) * 1e9), boot="b",
-        machine="m", process=1, resumed=token(saves) if saves else None,
+        process=1, resumed=token(saves) if saves else None,
         resumed_step=step if saves else None,
     )  # fmt: skip
 

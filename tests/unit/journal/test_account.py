@@ -50,7 +50,7 @@ def session(
     """A session of steps of 1 s; ``saves`` by what they are called, ``step`` when it begins."""
     begun = SessionBegun(
         session=name, at_s=at_s, time_ns=int((at_s if time_s is None else time_s) * 1e9), boot=boot,
-        machine="m", process=1, resumed=None if resumed is None else token(resumed),
+        process=1, resumed=None if resumed is None else token(resumed),
         resumed_step=resumed,
     )  # fmt: skip
     lines: list[Line] = [begun]

@@ -22,7 +22,6 @@ import contextlib
 import logging
 import mmap
 import os
-import platform
 import threading
 import time
 from collections import deque
@@ -34,7 +33,6 @@ from torch.optim.optimizer import Optimizer
 
 from portus.companions.cadence.bound import Decision
 from portus.companions.job.clock import FOREIGN, FOREIGN_S, Clock
-from portus.companions.job.exchange import standing
 from portus.companions.journal import heartbeat
 from portus.companions.journal.lines import (
     FILE_MAX,
@@ -92,15 +90,11 @@ _LOOK_AT: Final = 32
 
 class Journal(Companion, fence.Listener):
     """The journal of one training, which is called ``model`` there. place: returns the directory of
-    the journal; None while there is none. It is asked again at each step and save. medium: the kind
-    that is saved to."""
+    the journal; None while there is none. It is asked again at each step and save."""
 
-    def __init__(
-        self, model: str, place: Callable[[], str | None], medium: str = "pool directory"
-    ) -> None:
+    def __init__(self, model: str, place: Callable[[], str | None]) -> None:
         self._model: Final = model
         self._place: Final = place
-        self._medium: Final = medium
         self._session: Final = os.urandom(8).hex()
         self._time_ns: Final = time.time_ns()
         self._at_ns: Final = now_ns()
@@ -228,17 +222,12 @@ class Journal(Companion, fence.Listener):
                 return
             self._directory = directory
             resumed = take_loaded(self._model)
-            rank, ranks = standing()
             begun = SessionBegun(
                 session=self._session,
                 at_s=self._at_ns / 1e9,
                 time_ns=self._time_ns,
                 boot=boot(),
-                machine=platform.node()[:TEXT_MAX],
                 process=self._process,
-                rank=rank,
-                ranks=ranks,
-                medium=self._medium,
                 resumed=None if resumed is None else resumed[0].hex(),
                 resumed_step=None if resumed is None else resumed[1],
             )

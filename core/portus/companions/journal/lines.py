@@ -51,11 +51,7 @@ class SessionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_f
     at_s: Seconds
     time_ns: Count
     boot: str
-    machine: str
     process: Count
-    rank: Count = 0
-    ranks: Count = 1
-    medium: str = ""
     resumed: str | None = None
     resumed_step: int | None = None
 
@@ -166,13 +162,11 @@ _KINDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """What a file holds. ``damaged``: lines that were passed over; ``torn``: True if the end was
-    being written, or is cut off."""
+    """What a file holds. ``damaged``: lines that were passed over."""
 
     head: Head
     lines: tuple[Line, ...]
     damaged: int = 0
-    torn: bool = False
 
 
 def encode(line: Head | Line) -> bytes:
@@ -189,7 +183,7 @@ def decode(data: bytes, name: str) -> JournalContents:
     Raises ``UsageError`` for a journal of a newer format, and ``CorruptionError`` where no line
     tells which format it is.
     """
-    *whole, tail = data.split(b"\n")
+    *whole, _ = data.split(b"\n")
     found = [_decode_line(line) for line in whole if line]
     known = [each for each in found if each is not None]
     heads = [each for each in known if isinstance(each, Head)]
@@ -202,7 +196,7 @@ def decode(data: bytes, name: str) -> JournalContents:
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
     lines = tuple(each for each in known if not isinstance(each, Head | _Kind))
-    return JournalContents(heads[0], lines, damaged=len(found) - len(known), torn=bool(tail))
+    return JournalContents(heads[0], lines, damaged=len(found) - len(known))
 
 
 def _decode_line(line: bytes) -> Head | Line | _Kind | None:

@@ -96,7 +96,7 @@ def read(path: str) -> FoundJournal:
         journal = decode(data, path)
     else:  # before the end of its first commit: there are only heartbeats
         model = urllib.parse.unquote(os.path.basename(path).removesuffix(LINES))
-        journal = JournalContents(Head(format=FORMAT, model=model), (), torn=bool(data))
+        journal = JournalContents(Head(format=FORMAT, model=model), ())
     lines, running = list(journal.lines), set()
     known = {each.session for each in lines if isinstance(each, SessionBegun)}
     for each in pages(path):

@@ -191,11 +191,6 @@ class Place:
         return self.local_path if self.kind in (PlaceKind.FILE, PlaceKind.DEVICE) else None
 
     @property
-    def title(self) -> str:
-        """The kind of place, in words."""
-        return self.kind.value
-
-    @property
     def is_shared(self) -> bool:
         """True if several processes may save there at the same time: on storage hosts."""
         return self.kind in (PlaceKind.HOST, PlaceKind.HOSTS)

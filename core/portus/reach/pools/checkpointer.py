@@ -69,7 +69,7 @@ class PoolSteps:
         self._keep: Final = keep or _KEEP_ALL
         self.pool: Final = TrainingPool(place, lambda: model, settings, is_named=True)
         self.companions: Final[Sequence[Companion]] = (
-            [Journal(model, self.pool.journal, place.title)] if settings.journal else []
+            [Journal(model, self.pool.journal)] if settings.journal else []
         )
         self.saver: Final = FileSaver(join(owner), settings, destination=self.pool)
 
