@@ -263,9 +263,8 @@ class HostDraft:
             give(link, segments, digests, stop, crcs)
             return digests
 
-        self._ready(stop)
-        reached = self._reached
-        if reached is None or not reached.has(indices, self._lengths):
+        reached = self._reach_all(indices, stop)
+        if reached is None:
             return self._offer(indices, send, stop)
         parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
         digests = self._offer(indices, send, stop, parts)
@@ -284,9 +283,8 @@ class HostDraft:
                         found.append(digests)
             return np.concatenate(found)
 
-        self._ready(stop)
-        reached = self._reached
-        if reached is None or not reached.has(indices, self._lengths):
+        reached = self._reach_all(indices, stop)
+        if reached is None:
             return self._offer(indices, send, stop)
         gathered, place = reached.gathered[indices], reached.address[indices]
         parts = _DeviceParts(feeds, self._lengths[indices], gathered, place)
@@ -408,6 +406,15 @@ class HostDraft:
             raise
         self._link, self._reached, self._snapshot = link, reached, None
         return link
+
+    def _reach_all(self, indices: Column, stop: Stop) -> _HostAccess | None:
+        """Return how the host reaches all of these storages that have bytes; None if it does
+        not."""
+        self._ready(stop)
+        reached = self._reached
+        if reached is None or ((reached.key[indices] == 0) & (self._lengths[indices] > 0)).any():
+            return None
+        return reached
 
     def _offer(
         self,
@@ -578,20 +585,15 @@ class _HostAccess:
     address: Column
     key: Column
 
-    def has(self, indices: Column, lengths: Column) -> bool:
-        """True if the host reaches all of these that have bytes."""
-        return bool(((self.key[indices] != 0) | (lengths[indices] == 0)).all())
-
 
 def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
     """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
     lane, regions = links.lane(link), links.verbs
     if lane is None or regions is None or not len(snapshot.owners):
         return None
-    memory = _Memory.of(snapshot)
     while True:
         try:
-            return memory.register(lane, regions)
+            return _register(snapshot, lane, regions)
         except StagedError:
             continue  # without that device
         except RegisterError as error:
@@ -599,53 +601,36 @@ def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Where the storages of a save are, a row for each: in this process, or on a device."""
-
-    owners: Sequence[object]
-    address: Column
-    length: Column
-    late: Flags
-    lasting: Flags
-    device: Column
-    exposed: Column
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> _Memory:
-        owners, address = list(snapshot.owners), snapshot.address.copy()
-        lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
-        for index, feed in snapshot.feeds.items():
-            there = feed.there
-            lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
-            owners[index], address[index], device[index] = there.owner, there.address, there.device
-        exposed = snapshot.exposed
-        return cls(owners, address, snapshot.length, snapshot.late, lasting, device, exposed)
-
-    def register(self, lane: ClientLane, regions: Regions) -> _HostAccess:
-        """Register all but what is staged, and what others may write meanwhile. Raises
-        ``RegisterError``."""
-        found = (self.address > 0) & ~np.isin(self.device, regions.staged_devices())
-        # These changed between pull and hash before; over the socket, what is sent is hashed.
-        found &= ~np.isin(self.address, regions.unsteady())
-        # Another process may write these between the pull and the hash.
-        found[self.exposed] = False
-        small, offsets, size = gather(self.length, found, self.late)
-        big = np.flatnonzero(found & ~small)
-        address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
-        if size:
-            room = lane.room(size)
-            address[small], key[small] = room.start + offsets[small], room.remote_key
-        taken = regions.take(
-            [self.owners[index] for index in big.tolist()],
-            self.address[big],
-            self.length[big],
-            self.lasting[big],
-            self.device[big],
-        )
-        address[big] = [known.region.start for known in taken]
-        key[big] = [known.region.remote_key for known in taken]
-        return _HostAccess(lane, regions, taken, small, address, key)
+def _register(snapshot: Snapshot, lane: ClientLane, regions: Regions) -> _HostAccess:
+    """Register all storages but what is staged, and what others may write meanwhile. Raises
+    ``RegisterError``."""
+    owners, place = list(snapshot.owners), snapshot.address.copy()
+    lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
+    for index, feed in snapshot.feeds.items():
+        there = feed.there
+        lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
+        owners[index], place[index], device[index] = there.owner, there.address, there.device
+    found = (place > 0) & ~np.isin(device, regions.staged_devices())
+    # These changed between pull and hash before; over the socket, what is sent is hashed.
+    found &= ~np.isin(place, regions.unsteady())
+    # Another process may write these between the pull and the hash.
+    found[snapshot.exposed] = False
+    small, offsets, size = gather(snapshot.length, found, snapshot.late)
+    big = np.flatnonzero(found & ~small)
+    address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
+    if size:
+        room = lane.room(size)
+        address[small], key[small] = room.start + offsets[small], room.remote_key
+    taken = regions.take(
+        [owners[index] for index in big.tolist()],
+        place[big],
+        snapshot.length[big],
+        lasting[big],
+        device[big],
+    )
+    address[big] = [known.region.start for known in taken]
+    key[big] = [known.region.remote_key for known in taken]
+    return _HostAccess(lane, regions, taken, small, address, key)
 
 
 class _DeviceParts:
