@@ -15,6 +15,7 @@ from portus.cli.output import counter
 from portus.engine.loading.patterns import Matcher, matcher
 from portus.engine.spec import TensorSpec, VersionInfo
 from portus.errors import CorruptionError, UsageError
+from portus.reach.formats.safetensors import LENGTH_SIZE, header
 from portus.reach.index.log import read_log
 from portus.reach.leaving import safetensors
 from portus.reach.leaving.export_result import WrittenExport
@@ -75,7 +76,7 @@ def write(
                 text = "has no tensor of such a name; portus show lists them"
                 raise UsageError(f"{entry.info.model}@{entry.info.step} {text}")
             _write_safetensors(tensors, storages, entry.info, out, file)
-            shared = safetensors.shared_names(tensors)
+            shared = safetensors.shared_names((n, spec.storage) for n, spec in tensors.items())
             done = WrittenExport(tensors=len(tensors), shared=shared, left_out=left_out)
         file.flush()
         # The caller renames the file, which must not become durable before its bytes.
@@ -92,15 +93,17 @@ def _write_safetensors(
     file: BinaryIO,
 ) -> None:
     placed = safetensors.place(tensors)
-    total = sum(each.size for each in placed)
+    named = [each for each, _ in placed]
+    total = sum(each.size for each in named)
     check_room(out, total)
     about = {"model": info.model, "step": info.step, "token": info.token.hex()}
     near = os.path.dirname(os.path.abspath(out))
     with counter(os.path.basename(out), total) as add:
-        file.write(safetensors.head_of(placed, {"format": "pt", "portus": json.dumps(about)}))
-        for each in placed:
+        metadata = {"format": "pt", "portus": json.dumps(about)}
+        file.write(header(named, metadata, alignment=LENGTH_SIZE))
+        for each, spec in placed:
             try:
-                for piece in tensor_bytes(storages, each.spec, near):
+                for piece in tensor_bytes(storages, spec, near):
                     file.write(piece)
                     add(len(piece))
             except CorruptionError as error:

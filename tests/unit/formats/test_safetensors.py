@@ -16,7 +16,7 @@ from portus.engine.image.digests import MAGIC
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 from portus.reach.formats import safetensors as ours
-from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors_reader import (
     SafetensorsFile,
     is_safetensors,
@@ -27,7 +27,7 @@ from tests.unit.state.image_bytes import filled, stored
 
 def saved(state: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> bytes:
     """The whole file, as whoever writes images makes it."""
-    contents = named_tensors(state, metadata)
+    contents = NamedTensors(state, metadata)
     return bytes(filled(contents.image("x"), [stored(each) for each in contents.storages]))
 
 
@@ -139,11 +139,11 @@ def test_digests_that_another_tool_copied_into_its_own_file_are_not_taken_for_it
     copied = header_of(data)["__metadata__"]
     for metadata in (copied, dict(reversed(copied.items()))):
         for state in (some(), {"other": torch.zeros(2)}):
-            head = ours.header(named_tensors(state).named, metadata, alignment=8)
-            body = b"".join(stored(each) for each in named_tensors(state).storages)
+            head = ours.header(NamedTensors(state).named, metadata, alignment=8)
+            body = b"".join(stored(each) for each in NamedTensors(state).storages)
             found = read(head + body)
             assert found.digests is None
-            assert list(found.keys) == [each.name for each in named_tensors(state).named]
+            assert list(found.keys) == [each.name for each in NamedTensors(state).named]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +236,6 @@ def test_a_file_is_known_by_its_first_bytes(begin: bytes, expected: bool) -> Non
 
 
 def test_columns_are_those_of_an_image() -> None:
-    image = named_tensors(some()).image("x")
+    image = NamedTensors(some()).image("x")
     assert image.offset.dtype == image.length.dtype == np.int64
     assert image.size == int((image.offset + image.length).max())

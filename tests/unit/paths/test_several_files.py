@@ -25,7 +25,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, UsageError
-from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.training.training_files import TrainingFiles
 from tests.crash.saver import Training
 from tests.same import assert_same
@@ -41,7 +41,7 @@ pytestmark = [
 def save_all(directory: str, weights: dict[str, torch.Tensor], **files: Any) -> SaveHandle:
     """Weights as safetensors, and all else as torch files."""
     os.makedirs(directory, exist_ok=True)
-    new = [FileToSave(f"{directory}/model.safetensors", PreparedFile(named_tensors(weights)))]
+    new = [FileToSave(f"{directory}/model.safetensors", PreparedFile(NamedTensors(weights)))]
     new += [FileToSave(f"{directory}/{name}.bin", state) for name, state in files.items()]
     return saver().save_files(new)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -18,67 +17,56 @@ from portus.reach.formats.safetensors import DTYPES, METADATA, NOTE, NamedTensor
 _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """Tensors by their names, as ``FileContents``. Storage i has the bytes of tensor i alone: those
-    of a part of a larger storage were copied."""
-
-    named: Sequence[NamedTensor]
-    tensors: Sequence[torch.Tensor]
-    storages: Sequence[torch.UntypedStorage]
-    owned_storages: frozenset[int]
-    lengths: Column
-    has_devices: bool
-    metadata: Mapping[str, str] = field(default_factory=dict)
-
-    def changes(self) -> Column:
-        return changes_of(self.storages, self.tensors)
-
-    def image(self, path: str, note: bytes = b"") -> Image:
-        """note: in UTF-8."""
-        noted = {NOTE: note.decode()} if note else {}
-        return safetensors_image(self.named, {**self.metadata, **noted})
-
-    def describer(self) -> Callable[[int], str]:
-        return [each.name for each in self.named].__getitem__
-
-
-def named_tensors(state: object, metadata: Mapping[str, str] | None = None) -> NamedTensors:
-    """``state``, a dict of tensors by name, as ``safetensors.torch.save_file`` takes it.
+    """``state``, a dict of tensors by name, as ``FileContents``, as ``safetensors.torch.save_file``
+    takes it. Storage i has the bytes of tensor i alone: those of a part of a larger storage were
+    copied.
 
     Raises ``UsageError`` for what that package refuses: other values, tensors that are not dense
     or not contiguous, dtypes that the format does not have, and tensors that share memory.
     """
-    metadata = {} if metadata is None else metadata
-    if any(not isinstance(text, str) for pair in metadata.items() for text in pair):
-        raise UsageError(f"metadata: expected texts by their names, found {metadata!r:.200}")
-    if not isinstance(state, Mapping):
-        raise UsageError(
-            f"tensors: expected a dict of tensors by name, found {type(state).__name__}"
+
+    def __init__(self, state: object, metadata: Mapping[str, str] | None = None) -> None:
+        metadata = {} if metadata is None else metadata
+        if any(not isinstance(text, str) for pair in metadata.items() for text in pair):
+            raise UsageError(f"metadata: expected texts by their names, found {metadata!r:.200}")
+        if not isinstance(state, Mapping):
+            raise UsageError(
+                f"tensors: expected a dict of tensors by name, found {type(state).__name__}"
+            )
+        pairs = sorted(
+            ((_named_tensor(name, tensor), tensor) for name, tensor in state.items()),
+            key=lambda pair: pair[0].rank,
         )
-    pairs = sorted(
-        ((_named_tensor(name, tensor), tensor) for name, tensor in state.items()),
-        key=lambda pair: pair[0].rank,
-    )
-    named, tensors = [each for each, _ in pairs], [tensor for _, tensor in pairs]
-    _refuse_shared(named, tensors)
-    storages, owned = [], set()
-    for index, tensor in enumerate(tensors):
-        size, whole = named[index].size, tensor.untyped_storage()
-        # The file has the bytes of this tensor alone; the storage has those of others, too.
-        if size != whole.nbytes():
-            owned.add(index)
-            whole = tensor.detach().clone(memory_format=torch.contiguous_format).untyped_storage()
-        storages.append(whole)
-    return NamedTensors(
-        named=named,
-        tensors=tensors,
-        storages=storages,
-        owned_storages=frozenset(owned),
-        lengths=np.array([each.size for each in named], np.int64),
-        has_devices=any(tensor.device.type != "cpu" for tensor in tensors),
-        metadata=metadata,
-    )
+        self.named: Final = [each for each, _ in pairs]
+        self.tensors: Final[list[torch.Tensor]] = [tensor for _, tensor in pairs]
+        self.metadata: Final = metadata
+        _refuse_shared(self.named, self.tensors)
+        self.lengths: Final[Column] = np.array([each.size for each in self.named], np.int64)
+        self.has_devices: Final = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        self.storages: Final[list[torch.UntypedStorage]] = []
+        self.owned_storages: Final[set[int]] = set()
+        for index, tensor in enumerate(self.tensors):
+            whole = tensor.untyped_storage()
+            # The file has the bytes of this tensor alone; the storage has those of others, too.
+            if self.named[index].size != whole.nbytes():
+                self.owned_storages.add(index)
+                own = tensor.detach().clone(memory_format=torch.contiguous_format)
+                whole = own.untyped_storage()
+            self.storages.append(whole)
+
+    def changes(self) -> Column:
+        """See ``FileContents``."""
+        return changes_of(self.storages, self.tensors)
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``. note: in UTF-8."""
+        noted = {NOTE: note.decode()} if note else {}
+        return safetensors_image(self.named, {**self.metadata, **noted})
+
+    def describer(self) -> Callable[[int], str]:
+        """See ``FileContents``."""
+        return [each.name for each in self.named].__getitem__
 
 
 def _named_tensor(name: object, tensor: object) -> NamedTensor:

@@ -15,6 +15,7 @@ from portus.engine.loading.checkpoint_file import load_file
 from portus.errors import UsageError, printable
 from portus.reach.leaving.export_result import WrittenExport
 from portus.reach.leaving.outline import leaves_of
+from portus.reach.leaving.safetensors import shared_names
 from portus.reach.pools.elsewhere import fill
 
 PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
@@ -62,11 +63,12 @@ def write(
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     if not tensors:
         raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
-    done = WrittenExport(tensors=len(tensors), shared=_shared_names(tensors), no_weights=no_weights)
+    done = WrittenExport(tensors=len(tensors), no_weights=no_weights)
     if is_torch:
-        done.shared = []
         torch.save(state, out)
     else:
+        storages = [(name, each.untyped_storage().data_ptr()) for name, each in tensors.items()]
+        done.shared = shared_names(each for each in storages if each[1])
         done.left_out = [name for name, value in found if not isinstance(value, torch.Tensor)]
         _write_safetensors(tensors, strip, out, limit)
     for written in [out] if limit is None else [each.path for each in os.scandir(out)]:
@@ -95,10 +97,3 @@ def _write_safetensors(tensors: Tensors, strip: str, out: str, limit: int | None
         save_file(named, out, metadata={"format": "pt"})
     else:
         save_torch_state_dict(named, out, max_shard_size=limit, metadata={"format": "pt"})
-
-
-def _shared_names(tensors: Tensors) -> list[list[str]]:
-    by_storage: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return [names for place, names in by_storage.items() if place and len(names) > 1]

@@ -27,12 +27,10 @@ _ARCHIVE: Final = "archive"
 
 
 @dataclass(frozen=True, slots=True)
-class _PlanItem:
-    """One item of a plan."""
+class _SavedTensor(TensorItem):
+    """is_copy: of a part of a larger storage."""
 
-    planned: WriteItem
-    item: Item
-    pickled: PickledState | None
+    pickled: PickledState
     is_copy: bool
 
 
@@ -45,35 +43,34 @@ class RankContents:
     """
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
-        self._saved: Final = [_item(*each) for each in zip(items, values, strict=True)]
+        self._planned: Final = items
+        self._items: Final = [_item(*each) for each in zip(items, values, strict=True)]
         self.save = 0
-        tensors = [each for each in self._saved if each.pickled is not None]
-        self._tensors: Final = tensors
+        tensors = [each for each in self._items if isinstance(each, _SavedTensor)]
+        self._tensors: Final = [tensor for each in tensors for tensor in each.pickled.tensors]
         self.storages: Final[Sequence[torch.UntypedStorage]] = [
-            storage for each in tensors for storage in _pickle(each).storages
+            storage for each in tensors for storage in each.pickled.storages
         ]
         self._owner: Final = [
-            each.planned.index.fqn for each in tensors for _ in _pickle(each).storages
+            planned.index.fqn
+            for planned, each in zip(items, self._items, strict=True)
+            if isinstance(each, _SavedTensor)
+            for _ in each.pickled.storages
         ]
-        self.owned_storages: Final = frozenset(
-            index
-            for index, each in enumerate(each for each in tensors for _ in _pickle(each).storages)
-            if each.is_copy
-        )
+        are_copies = [each.is_copy for each in tensors for _ in each.pickled.storages]
+        self.owned_storages: Final = frozenset(np.flatnonzero(are_copies).tolist())
         self.lengths: Final[Column] = np.array(
             [storage.nbytes() for storage in self.storages], np.int64
         )
-        self.has_devices: Final = any(_pickle(each).has_devices for each in tensors)
+        self.has_devices: Final = any(each.pickled.has_devices for each in tensors)
 
     def changes(self) -> Column:
         """See ``FileContents``."""
-        return changes_of(
-            self.storages, [tensor for each in self._tensors for tensor in _pickle(each).tensors]
-        )
+        return changes_of(self.storages, self._tensors)
 
     def image(self, path: str, note: bytes = b"") -> Image:
         """See ``FileContents``; there is no note."""
-        return rank_image([each.item for each in self._saved], self.save)
+        return rank_image(self._items, self.save)
 
     def describer(self) -> Callable[[int], str]:
         """See ``FileContents``."""
@@ -82,24 +79,15 @@ class RankContents:
     @property
     def sizes(self) -> list[int]:
         """Bytes of each item in the file."""
-        return [each.item.size for each in self._saved]
+        return [each.size for each in self._items]
 
     def results(self, name: str) -> list[WriteResult]:
         """Return what torch is to note of the items in the file ``name``."""
-        offsets = offsets_of([each.item for each in self._saved])
+        places = zip(self._planned, offsets_of(self._items), self.sizes, strict=True)
         return [
-            WriteResult(
-                index=each.planned.index,
-                size_in_bytes=each.item.size,
-                storage_data=_StorageInfo(name, offset, each.item.size),
-            )
-            for offset, each in zip(offsets, self._saved, strict=True)
+            WriteResult(planned.index, size, _StorageInfo(name, offset, size))
+            for planned, offset, size in places
         ]
-
-
-def _pickle(saved: _PlanItem) -> PickledState:
-    assert saved.pickled is not None
-    return saved.pickled
 
 
 def resolve_items(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
@@ -152,9 +140,9 @@ def _naming(planned: WriteItem) -> Iterator[None]:
         ) from error
 
 
-def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _PlanItem:
+def _item(planned: WriteItem, value: torch.Tensor | bytes) -> Item:
     if isinstance(value, bytes):
-        return _PlanItem(planned, BytesItem(value), None, False)
+        return BytesItem(value)
     tensor = value.detach()
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
@@ -173,8 +161,7 @@ def _item(planned: WriteItem, value: torch.Tensor | bytes) -> _PlanItem:
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and len(pickled.storages) == 1
     )
-    item = TensorItem(pickled.image(_ARCHIVE), is_block)
-    return _PlanItem(planned, item, pickled, is_copy)
+    return _SavedTensor(pickled.image(_ARCHIVE), is_block, pickled, is_copy)
 
 
 def _on_cpu(tensor: torch.Tensor) -> PickledState:

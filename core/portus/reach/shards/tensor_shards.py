@@ -7,7 +7,7 @@ metadata of the header where each one begins in the whole tensor.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from portus.engine.image.image import Column, Image
+from portus.engine.image.image import Image
 from portus.errors import UsageError
-from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import SAVE, safetensors_image
 
 
-class TensorShards:
+class TensorShards(NamedTensors):
     """A rank's tensors as a safetensors file. Raises ``UsageError`` for what a safetensors file
     cannot have: values that are not tensors, and two parts of one tensor."""
 
@@ -40,32 +40,18 @@ class TensorShards:
                     "tensor of a name. Use layout='torch'"
                 )
             tensors[name] = value.detach()
+        super().__init__(tensors, _metadata(items))
         self._items: Final = items
         self.save = 0
-        self._contents: Final = named_tensors(tensors, _metadata(items))
-        self.storages: Final[Sequence[torch.UntypedStorage]] = self._contents.storages
-        self.owned_storages: Final = self._contents.owned_storages
-        self.lengths: Final[Column] = self._contents.lengths
-        self.has_devices: Final = self._contents.has_devices
-
-    def changes(self) -> Column:
-        """See ``FileContents``."""
-        return self._contents.changes()
 
     def image(self, path: str, note: bytes = b"") -> Image:
         """See ``FileContents``; there is no note."""
-        return safetensors_image(
-            self._contents.named, {**self._contents.metadata, SAVE: str(self.save)}
-        )
-
-    def describer(self) -> Callable[[int], str]:
-        """See ``FileContents``."""
-        return self._contents.describer()
+        return safetensors_image(self.named, {**self.metadata, SAVE: str(self.save)})
 
     @property
     def sizes(self) -> list[int]:
         """See ``ShardContents``."""
-        size = {each.name: each.size for each in self._contents.named}
+        size = {each.name: each.size for each in self.named}
         return [size[item.index.fqn] for item in self._items]
 
     def results(self, name: str) -> list[WriteResult]:

@@ -13,7 +13,7 @@ from portus.engine.paths.process import saver
 from portus.engine.paths.request import OwnFormat
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.contents import FileContents
-from portus.reach.formats.named_tensors import named_tensors
+from portus.reach.formats.named_tensors import NamedTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Safetensors(OwnFormat):
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def file_contents(self) -> FileContents:
-        return named_tensors(self.tensors, self.metadata)
+        return NamedTensors(self.tensors, self.metadata)
 
 
 def save_safetensors(
