@@ -37,7 +37,6 @@ BROAD_EXCEPT = {
     "core/portus/reach/mirror/behind.py: _run": "the top of the thread that copies; it is told",
     "core/portus/reach/shards/directories.py: read_metadata": "what torch's metadata hold; told",
     "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
-    "core/portus/reach/dcp/directory_writer.py: _reason": "why a save failed, for other ranks",
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: run": "raised in the thread that asks for the result",

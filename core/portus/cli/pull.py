@@ -79,11 +79,12 @@ def _ranks(models: list[str], model: str) -> list[str]:
 
 
 def _pull_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:
+    from portus.engine.job.settings import Settings
     from portus.reach.training.file_mirror import DirectoryMirror  # it needs torch
 
-    home = os.path.join(root, FOLDER)
+    home, settings = os.path.join(root, FOLDER), Settings(mirror_wait=0)
     with contextlib.closing(
-        DirectoryMirror(address, model, root=root, checkpoints=root, home=home, wait_s=0)
+        DirectoryMirror(address, model, settings, root=root, checkpoints=root, home=home)
     ) as mirror:
         paths = mirror.pull()
     output.line(f"{root}: {model}: {words.count(len(paths), 'file')} from {address}")

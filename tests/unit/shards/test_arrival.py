@@ -13,6 +13,7 @@ from portus.reach.shards import arrival
 from portus.reach.shards.arrival import await_files
 
 WAIT_S_MAX = 30.0
+SAVE, OTHER = 1, 2
 
 
 @pytest.fixture(autouse=True)
@@ -47,21 +48,21 @@ class Waiting:
 
 
 def test_a_save_that_is_given_up_while_it_waits_waits_no_more(tmp_path: Path) -> None:
-    given_up = {"another"}
-    gate = _Gate(str(tmp_path), "this one", given_up)
+    given_up = {OTHER}
+    gate = _Gate(str(tmp_path), SAVE, given_up)
     with gate.never_shut():
         waiting = Waiting(gate)
         assert not waiting.is_over, "no gate is open"
         gate.open(["a", "b"])
     (tmp_path / "a").touch()
     assert not waiting.is_over
-    given_up.add("this one")
+    given_up.add(SAVE)
     waiting.join()
     assert "a rank could not save its part" in str(waiting.error)
 
 
 def test_files_become_visible_once_those_of_all_others_are_there(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path), "this one", set())
+    gate = _Gate(str(tmp_path), SAVE, set())
     with gate.never_shut():
         gate.open(["a", "b"])
     (tmp_path / "a").touch()
@@ -73,7 +74,7 @@ def test_files_become_visible_once_those_of_all_others_are_there(tmp_path: Path)
 
 
 def test_a_gate_that_nobody_opened_lets_nothing_through(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path), "this one", set())
+    gate = _Gate(str(tmp_path), SAVE, set())
     with gate.never_shut():
         pass
     with pytest.raises(AbandonedError, match="another rank could not begin"):
@@ -81,8 +82,8 @@ def test_a_gate_that_nobody_opened_lets_nothing_through(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_nobody_looks_at_no_directory(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path / "not there"), "this one", set())
+    gate = _Gate(str(tmp_path / "not there"), SAVE, set())
     with gate.never_shut():
         gate.open(())
     gate.ready()
-    await_files(str(tmp_path), (), "this one", {"this one"})
+    await_files(str(tmp_path), (), SAVE, {SAVE})

@@ -496,10 +496,10 @@ def test_a_directory_without_hard_links_is_an_error_at_the_start(
     mirror = file_mirror.DirectoryMirror(
         parse(f"file://{tmp_path}/mirror"),
         "run",
+        Settings(mirror_wait=0),
         root=str(tmp_path / "run"),
         checkpoints=str(tmp_path / "run/ckpt"),
         home=str(tmp_path / "run/.portus"),
-        wait_s=0.0,
     )
     monkeypatch.setattr(os, "link", fails)
     with pytest.raises(UsageError, match=r"nothing can be mirrored there: .* no hard links"):

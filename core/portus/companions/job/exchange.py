@@ -22,46 +22,41 @@ _WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s?")
 """The planning, the digest of what is named, the id, and whether this is all that a rank says."""
 
 
+Failures = Mapping[int, tuple[bool, str]]
+"""Saves that failed, by number: whether only since another part of the save did, and why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """What a rank says in a save that may be planned as the one before it was.
 
     named: what is saved, the same on all ranks; its ``repr`` is compared. id: of the save, if this
-    is the first rank. failed: its saves that failed since the last one, by number, and why.
-    planning: the id of the planning that it would go on with; ``UNPLANNED`` if it cannot. error:
-    why it cannot save at all.
+    is the first rank. failed: its saves that failed since the last one. planning: the id of the
+    planning that it would go on with; ``UNPLANNED`` if it cannot. error: why it cannot save at all.
     """
 
     named: object
     id: bytes
-    failed: Mapping[int, str] = field(default_factory=dict)
+    failed: Failures = field(default_factory=dict)
     planning: bytes = UNPLANNED
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReports:
-    """What all ranks say. id: the first rank's id of the save, if all of them go on with the same
-    planning and save the same; else None. failed: by rank. errors: of the ranks that have one."""
-
-    id: bytes | None
-    failed: list[Mapping[int, str]]
-    errors: list[BaseException]
-
-
-def exchange(word: RankReport, ranks: Any = None) -> RankReports:
-    """Collective: once, and a second time if a rank has a failure or an error to tell."""
+def exchange(
+    word: RankReport, ranks: Any = None
+) -> tuple[bytes | None, list[Failures], list[BaseException]]:
+    """Return the first rank's id of the save, if all ranks go on with the same planning and save
+    the same, else None; what failed, by rank; and the errors of the ranks that have one.
+    Collective: once, and a second time if a rank has a failure or an error to tell."""
     # Words of one size, so that one round is enough; what is longer is rare (decision 0213).
     said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None
     if all(each[3] for each in said):
-        return RankReports(id=number, failed=[{} for _ in said], errors=[])
-    words: list[Any] = [word] * len(said)
-    if len(said) > 1:
-        dist.all_gather_object(words, word, group=ranks)
+        return number, [{} for _ in said], []
+    words = gather(word, ranks)
     errors = [each.error for each in words if each.error is not None]
-    return RankReports(id=number, failed=[each.failed for each in words], errors=errors)
+    return number, [each.failed for each in words], errors
 
 
 def _short(word: RankReport) -> bytes:
@@ -77,15 +72,21 @@ def _gather_bytes(own: bytes, ranks: Any) -> list[bytes]:
     if count == 1:
         return [own]
     if "cpu:gloo" not in dist.get_backend_config(ranks):
-        found: list[Any] = [None] * count
-        dist.all_gather_object(found, own, group=ranks)
-        return found
+        return gather(own, ranks)
     first = _first_of(ranks)
     every = torch.empty(count, len(own), dtype=torch.uint8, device="cpu")
     tensor = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     dist.gather(tensor, list(every) if rank == 0 else None, dst=first, group=ranks)
     dist.broadcast(every, src=first, group=ranks)
     return [each.tobytes() for each in every.numpy()]
+
+
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """What all ranks of the group say, by rank. Collective."""
+    said = [value] * standing(group)[1]
+    if len(said) > 1:
+        dist.all_gather_object(said, value, group=group)
+    return said
 
 
 def broadcast(value: Any, group: Any = None) -> Any:

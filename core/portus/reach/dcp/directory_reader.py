@@ -145,7 +145,7 @@ class PortusStorageReader(FileSystemReader):
         with PENDING.exempt():
             wait_for_drafts(self.directory)
             try:
-                found: Metadata = read_metadata(self.directory).value
+                found: Metadata = read_metadata(self.directory)
             except NoCheckpointError:
                 stock = _of_safetensors(self.directory)
                 if stock is None:

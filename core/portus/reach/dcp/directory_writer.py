@@ -17,7 +17,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,24 +30,20 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from portus.companions.job.exchange import ID_SIZE, RankReport, standing
+from portus.companions.job.exchange import ID_SIZE, Failures, RankReport, standing
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
-from portus.errors import AbandonedError, PortusError, UsageError, printable
+from portus.errors import UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
+from portus.reach.dcp.rank_saves import RankSave, RankSaves
 from portus.reach.dcp.torch_calls import call_torch
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
-from portus.reach.shards.arrival import await_files, not_shared, unseen
-from portus.reach.shards.directories import (
-    complete_in,
-    pickle_metadata,
-    series_of,
-    stale_in,
-)
+from portus.reach.shards.arrival import await_files, require_seen
+from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
 from portus.reach.shards.layouts import LAYOUTS, TORCH, ShardContents
-from portus.reach.shards.metadata_file import NAME, metadata_image
+from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
 from portus.reach.shards.rank_contents import in_bytes, resolve_items
 from portus.reach.training.literal import LiteralContents
@@ -60,26 +56,15 @@ if TYPE_CHECKING:
 
 _log: Final = logging.getLogger("portus")
 
-_ASKED_MAX: Final = 16
-"""Saves of which it is remembered whether they failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RankReport:
-    """What a rank tells the one that coordinates: where it saves, and which of its saves failed,
-    and why."""
-
-    directory: str
-    failed: Mapping[int, str]
-
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What all ranks are told: the number of the save, their own, and the failures of saves."""
+    """What all ranks are told: the number of the save, their own, and the failures of saves, by
+    rank."""
 
     save: int
     rank: int
-    failed: Mapping[int, str]
+    failed: Sequence[Failures]
 
 
 @dataclass(slots=True)
@@ -92,13 +77,14 @@ class _PlannedDirectory:
     metadata: Metadata | None
 
 
-@dataclass(slots=True)
-class _RankSave:
-    """A save of this rank. ``handle``: None before it is begun."""
+@dataclass(frozen=True, slots=True)
+class _SaveOptions:
+    """What applies to the next save; a save of torch's own has none of it."""
 
-    save: int
-    path: str
-    handle: SaveHandle | None = None
+    files: Mapping[str, object] = field(default_factory=dict)
+    step: int | None = None
+    is_late: bool = False
+    fenced: Sequence[torch.Tensor] = ()
 
 
 class PortusStorageWriter(StorageWriter):
@@ -168,13 +154,8 @@ class PortusStorageWriter(StorageWriter):
         self._claims: Final[dict[tuple[str, str], SeriesClaim]] = {}
         self._directory = ""
         self._is_coordinator = False
-        self._is_late = False
-        self._more: Mapping[str, object] = {}
-        self._said: int | None = None
-        self._fenced: Sequence[torch.Tensor] = ()
-        self._has_begun = False
-        self._asked: Final[list[_RankSave]] = []
-        self._given_up: Final[set[int]] = set()
+        self._options = _SaveOptions()
+        self._saves: Final = RankSaves(self._settings)
         self._count = 0
         self._start: _Start | None = None
         self._contents: ShardContents | None = None
@@ -190,7 +171,7 @@ class PortusStorageWriter(StorageWriter):
     @property
     def last(self) -> SaveHandle | None:
         """The handle of the newest save, see ``save``; None before the first one."""
-        return self._asked[-1].handle if self._asked else None
+        return self._saves.asked[-1].handle if self._saves.asked else None
 
     def save(
         self,
@@ -215,22 +196,11 @@ class PortusStorageWriter(StorageWriter):
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
         checkpoint. Raises as ``portus.dcp.async_save``.
         """
-        self._expect(files or {}, step, is_late=not blocking, fenced=fenced)
+        self._options = _SaveOptions(files or {}, step, not blocking, fenced)
         with call_torch():
             self._save(state, checkpoint_id, process_group)
         assert self.last is not None
         return self.last
-
-    def _expect(
-        self,
-        files: Mapping[str, object],
-        step: int | None,
-        *,
-        is_late: bool,
-        fenced: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Set what applies to the next save; a save of torch's own has none of it."""
-        self._more, self._said, self._is_late, self._fenced = files, step, is_late, fenced
 
     def _save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
         self.reset(directory)
@@ -239,12 +209,12 @@ class PortusStorageWriter(StorageWriter):
         before, self._planned = self._planned, None
         # Always, for nobody knows whether the others have a planning of before.
         number = self._next().to_bytes(ID_SIZE, "big")
-        word = RankReport(named=self._directory, id=number, failed=self._take_failures())
+        word = RankReport(named=self._directory, id=number, failed=self._saves.take_failures())
         planned = None if before is None else before.planned
         found, said = agree(
             planned, state, planner, partial(self._reuse_contents, before), word, ranks
         )
-        self._hear(_failures(said))
+        self._saves.hear(said, self.remove, is_first=self._is_coordinator)
         if before is not None and found is not None:
             self._save_as_before(before, *found)
             self._planned = before
@@ -294,7 +264,7 @@ class PortusStorageWriter(StorageWriter):
     def close(self) -> None:
         """Finish the saves in flight. It may be used again."""
         files, self._files = self._files, None
-        self._has_begun, self._planned = False, None
+        self._planned = None
         try:
             if files is not None:
                 self._close(files)
@@ -348,19 +318,20 @@ class PortusStorageWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Adds what this rank has to say."""
         self._local = plan
-        return replace(plan, storage_data=_RankReport(self._directory, self._take_failures()))
+        word = RankReport(named=self._directory, id=b"", failed=self._saves.take_failures())
+        return replace(plan, storage_data=word)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Adds the number of the save, and what ranks said."""
         words = [plan.storage_data for plan in plans]
-        directories = {word.directory for word in words}
+        directories = {word.named for word in words}
         if len(directories) > 1:
             found = ", ".join(printable(each) for each in sorted(directories)[:2])
             raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
         # Before any rank writes: they do once they have the plans that this returns.
         self._take()
         self._clear()
-        failed = _failures([word.failed for word in words])
+        failed = [word.failed for word in words]
         save = self._next()
         return [
             replace(plan, storage_data=_Start(save, rank, failed))
@@ -371,13 +342,13 @@ class PortusStorageWriter(StorageWriter):
         """Begin to save this rank's items; on the rank that coordinates, ``finish`` does."""
         start = plan.storage_data
         # With cached plans torch hands out those of the save before, whose number is taken.
-        if not isinstance(start, _Start) or start.save in {each.save for each in self._asked}:
+        if not isinstance(start, _Start) or start.save in {each.save for each in self._saves.asked}:
             raise UsageError(
                 "planner: its plans are those of an earlier save (enable_plan_caching); use one "
                 "that plans each save"
             )
         self._start = start
-        self._hear(start.failed)
+        self._saves.hear(start.failed, self.remove, is_first=self._is_coordinator)
         contents = self._layout.contents(plan.items, resolve_items(plan.items, planner))
         self._sizes = contents.sizes
         asked = self._ask(start, contents)
@@ -386,7 +357,7 @@ class PortusStorageWriter(StorageWriter):
         else:
             self._begin(asked, contents)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(contents.results(os.path.basename(asked.path)))
+        future.set_result(contents.results(os.path.basename(asked.paths[0])))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -403,53 +374,53 @@ class PortusStorageWriter(StorageWriter):
         """The number of the next save; on the rank that coordinates."""
         # A time, so that no name is used again after a restart; and rising, whatever the clock
         # does.
-        return max(time.time_ns(), max((each.save for each in self._asked), default=0) + 1)
+        return max(time.time_ns(), max((each.save for each in self._saves.asked), default=0) + 1)
 
-    def _ask(self, start: _Start, contents: ShardContents) -> _RankSave:
+    def _ask(self, start: _Start, contents: ShardContents) -> RankSave:
         """A save that all ranks take part in."""
         self._start, contents.save = start, start.save
         name = self._layout.file_name(start.rank, start.save)
-        asked = _RankSave(start.save, os.path.join(self._directory, name))
-        self._asked.append(asked)
+        asked = RankSave(start.save, [os.path.join(self._directory, name)])
+        self._saves.asked.append(asked)
         return asked
 
-    def _begin(self, asked: _RankSave, contents: ShardContents) -> None:
+    def _begin(self, asked: RankSave, contents: ShardContents) -> None:
         """Begin to save this rank's file, on a rank that does not coordinate."""
         asked.handle = self._begin_files().save_directory(
             self._directory,
-            {os.path.basename(asked.path): PreparedFile(contents)},
+            {os.path.basename(asked.paths[0]): PreparedFile(contents)},
             self._step(),
-            fenced=self._fenced,
+            fenced=self._options.fenced,
         )
-        self._expect({}, None, is_late=False)
+        self._options = _SaveOptions()
 
     def _begin_whole(self, contents: ShardContents, metadata: Metadata, count: int) -> None:
         """The file of the rank that coordinates, and the metadata of ``count`` ranks. Returns when
         the checkpoint is complete, or at once if it is late."""
-        start, asked = self._start, self._asked[-1]
+        start, asked = self._start, self._saves.asked[-1]
         assert start is not None
-        more, is_late, step, fenced = self._more, self._is_late, self._step(), self._fenced
-        self._expect({}, None, is_late=False)
+        options, step, self._options = self._options, self._step(), _SaveOptions()
         metadata.storage_meta = StorageMeta(checkpoint_id=self._directory, save_id=str(start.save))
-        own = os.path.basename(asked.path)
+        own = os.path.basename(asked.paths[0])
         others = [self._layout.file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
         # Before anything of this rank is written: the others have begun by now (decision 0213).
-        self._refuse_node_local(others)
+        if others and not self._open_files().has_begun:
+            require_seen(self._directory, others)
         older = self._older(start.save)
-        pickled = metadata_image(pickle_metadata(metadata))
+        last = LiteralContents(metadata_file(pickle_metadata(metadata)))
         handle = self._begin_files().save_directory(
             self._directory,
-            {own: PreparedFile(contents), NAME: PreparedFile(LiteralContents(pickled)), **more},
+            {own: PreparedFile(contents), NAME: PreparedFile(last), **options.files},
             step,
-            ready=partial(await_files, self._directory, others, start.save, self._given_up),
-            fenced=fenced,
+            ready=partial(await_files, self._directory, others, start.save, self._saves.given_up),
+            fenced=options.fenced,
         )
         asked.handle = handle
         # After the commit, by the queue: `.metadata` of before leads to them until then.
         for path in (*older, *self._surplus()):
             self._begin_files().remove(path)
-        if not is_late:
+        if not options.is_late:
             handle.wait()
 
     # Planned as before.
@@ -460,7 +431,7 @@ class PortusStorageWriter(StorageWriter):
         """What this rank saves, if it may be as ``before``. Raises ``UsageError`` for what cannot
         be saved."""
         is_new = self._is_coordinator and not self._has_claim()
-        if before is None or is_new or not self._is_late:
+        if before is None or is_new or not self._options.is_late:
             return None
         if self._is_coordinator:
             self._clear()
@@ -472,14 +443,17 @@ class PortusStorageWriter(StorageWriter):
         self, before: _PlannedDirectory, number: bytes, contents: ShardContents
     ) -> None:
         save, rank = int.from_bytes(number, "big"), before.planned.rank
-        asked = self._ask(_Start(save, rank, {}), contents)
+        asked = self._ask(_Start(save, rank, ()), contents)
         if not self._is_coordinator:
             self._begin(asked, contents)
             return
-        assert before.metadata is not None
         metadata = before.metadata = copy.copy(before.metadata)
+        assert metadata is not None
+        assert metadata.storage_meta is not None
+        name, old = self._layout.file_name, int(metadata.storage_meta.save_id or 0)
+        names = {name(each, old): name(each, save) for each in range(before.planned.count)}
         metadata.storage_data = {
-            index: replace(place, relative_path=self._layout.renumbered(place.relative_path, save))
+            index: replace(place, relative_path=names[place.relative_path])
             for index, place in metadata.storage_data.items()
         }
         self._begin_whole(contents, metadata, before.planned.count)
@@ -515,10 +489,9 @@ class PortusStorageWriter(StorageWriter):
             self._files.close()  # it was made before the ranks were known
             self._files = None
         files = self._open_files()
-        if not self._has_begun:
+        if not files.has_begun:
             above = os.path.dirname(self._directory)
             files.begin(*self._run(above), above)
-            self._has_begun = True
         return files
 
     def _take(self) -> None:
@@ -535,7 +508,7 @@ class PortusStorageWriter(StorageWriter):
             self._layout.clear(self._directory)
 
     def _has_claim(self) -> bool:
-        return self._has_begun and self._series() in self._claims
+        return self._open_files().has_begun and self._series() in self._claims
 
     def _series(self) -> tuple[str, str]:
         """The names of checkpoints that this one has one of, and where they are."""
@@ -549,92 +522,28 @@ class PortusStorageWriter(StorageWriter):
         """What was said, or the number at the end of the directory's name; else saves are
         counted."""
         self._count += 1
-        if self._said is not None:
-            return self._said
+        if self._options.step is not None:
+            return self._options.step
         digits = os.path.basename(self._directory)
         tail = digits[len(digits.rstrip("0123456789")) :]
         return int(tail) if tail and len(tail) < 16 else self._count
-
-    def _take_failures(self) -> dict[int, str]:
-        """The saves of this rank that failed since the last call."""
-        failed, left = {}, []
-        for each in self._asked:
-            # Planned, and not begun: a rank raised in between, so its file will never be there.
-            if each.handle is None:
-                failed[each.save] = "the save was not begun on all ranks"
-            elif each.handle.done and not each.handle.committed:
-                failed[each.save] = _reason(each.handle)
-            else:
-                left.append(each)
-        # A save that failed is told within two saves, so older ones need no memory (decision 0213).
-        self._asked[:] = left[-_ASKED_MAX:]
-        return failed
-
-    def _hear(self, failed: Mapping[int, str]) -> None:
-        """Give up what waits for saves that will never be complete, and remove this rank's files.
-        Raises ``AbandonedError`` as ``on_error`` says."""
-        self._given_up.update(failed)
-        for each in [each for each in self._asked if each.save in failed]:
-            self._asked.remove(each)
-            # The file of the rank that coordinates never became visible: it comes with `.metadata`.
-            if each.handle is not None and not self._is_coordinator:
-                self._begin_files().remove(each.path)
-        for why in failed.values():
-            text = f"portus: a sharded save was given up: {why}"
-            if self._settings.on_error == "raise":
-                raise AbandonedError(text)
-            if self._is_coordinator:
-                _log.error("%s", text)
-
-    def _refuse_node_local(self, others: Sequence[str]) -> None:
-        """Raise ``UsageError``, at the first save, if the files of others cannot be seen here."""
-        if self._has_begun or not others:
-            return
-        with PENDING.exempt():
-            missing = unseen(self._directory, others)
-        if missing:
-            raise not_shared(self._directory, missing)
 
     def _older(self, save: int) -> list[str]:
         """The files of earlier saves to the same directory."""
         with PENDING.exempt():
             stale = stale_in(self._directory, save)
-        stale |= {
-            each.path
-            for each in self._asked
-            if each.save < save and os.path.dirname(each.path) == self._directory
-        }
+        before = [path for each in self._saves.asked if each.save < save for path in each.paths]
+        stale.update(path for path in before if os.path.dirname(path) == self._directory)
         return sorted(stale)
 
     def _surplus(self) -> list[str]:
         if self._keep is None:
             return []
-        above, name = os.path.split(self._directory)
         with PENDING.exempt():
-            before = [each for each in complete_in(above, name) if each != self._directory]
-        return before[max(0, self._keep - 1) :]
-
-
-def _failures(said: Sequence[Mapping[int, str]]) -> dict[int, str]:
-    """The saves that failed on some rank, and why."""
-    failed: dict[int, str] = {}
-    for rank, one in enumerate(said):
-        for save, why in one.items():
-            failed.setdefault(save, f"rank {rank}: {why}")
-    return failed
+            return complete_beside(self._directory)[max(0, self._keep - 1) :]
 
 
 def _version() -> str:
     from torch.distributed.checkpoint import filesystem
 
     return str(getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0"))
-
-
-def _reason(handle: SaveHandle) -> str:
-    try:
-        handle.wait(0)
-    except PortusError as error:
-        return str(error)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""

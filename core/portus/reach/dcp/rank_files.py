@@ -14,7 +14,6 @@ tell.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import uuid
@@ -24,23 +23,18 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
-from portus.companions.job.exchange import standing
+from portus.companions.job.exchange import gather, standing
 from portus.engine.directory.waiting import in_flight
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import read_note
 from portus.engine.pipeline.handle import SaveHandle
-from portus.errors import AbandonedError, CorruptionError, PortusError, printable
+from portus.errors import AbandonedError, CorruptionError, PortusError, UsageError, printable
+from portus.reach.dcp.rank_saves import RankSave, RankSaves
 from portus.reach.index.place import DEFAULT_DIRECTORY
-from portus.reach.shards.arrival import await_files, not_shared, unseen
+from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.training.training_files import TrainingFiles
-
-_ASKED_MAX: Final = 16
-"""Committed saves that may turn out to have failed on another rank."""
-
-_log: Final = logging.getLogger("portus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +71,8 @@ class RankFiles:
             removed_elsewhere=not self._is_first,
         )
         self._files.open()
-        self._has_begun = False
         self._has_seen = False
-        self._asked: Final[list[_RankSave]] = []
-        self._given_up: Final[set[str]] = set()
+        self._saves: Final = RankSaves(settings)
 
     def save(
         self,
@@ -104,25 +96,27 @@ class RankFiles:
         failed, as ``on_error`` says.
         """
         where = os.path.realpath(directory)
-        said = _exchange(_RankState(uuid.uuid4().hex, _has_files(where), self._failures()))
-        self._hear(said)
+        numbers, have_files, failed = _exchange(
+            uuid.uuid4().int, _has_files(where), self._saves.take_failures()
+        )
+        self._saves.hear(failed, self._files.remove, is_first=self._is_first)
         # The first rank's, since all need the same one.
-        save = said[0].id
-        is_in_place = any(each.has_files for each in said)
+        save, is_in_place = numbers[0], any(have_files)
         found = collect()
-        gate = _Gate(where, save, self._given_up)
+        gate = _Gate(where, save, self._saves.given_up)
         with gate.never_shut():
-            handle, problem = self._draft(where, base, found, step, save.encode(), gate)
+            handle, problem = self._draft(where, base, found, step, b"%032x" % save, gate)
             if handle is not None and is_in_place:
                 # In a directory that has a checkpoint all drafts are durable before the first
                 # rename.
                 gate.await_draft(handle)
+            # As where a disk is full.
             has_failed = handle is not None and handle.done and not handle.committed
             # None became visible by now: the gates open only if no rank was refused.
-            words = _exchange(_RankBegin(tuple(found.files), problem, has_failed))
-            others = [name for each in words[1:] for name in each.names]
-            refused = [each.problem for each in words if each.problem is not None]
-            is_given_up = any(each.has_failed for each in words)
+            names, problems, failures = _exchange(tuple(found.files), problem, has_failed)
+            others = [name for each in names[1:] for name in each]
+            refused = [each for each in problems if each is not None]
+            is_given_up = any(failures)
             if not refused and not is_given_up:
                 refused = self._not_seen(where, others)
             if not refused and not is_given_up:
@@ -133,19 +127,21 @@ class RankFiles:
                     handle.wait()  # what it fails with is no news
             raise refused[0]  # the same on all ranks
         paths = [os.path.join(where, name) for name in found.files]
-        asked = [] if handle is None else [_RankSave(save, handle, paths)]
+        handles = [] if handle is None else [handle]
+        asked = [RankSave(save, paths, each) for each in handles]
         if latest is not None and self._is_first and not is_given_up:
             committed = partial(_require_committed, handle, latest)
             last = self._files.save_text(latest.path, latest.text, committed)
-            asked.append(_RankSave(save, last, []))
-        self._asked.extend(asked)
+            handles.append(last)
+            asked.append(RankSave(save, (), last))
+        self._saves.asked.extend(asked)
         if now or is_in_place:
-            for each in asked:
-                each.handle.join()
+            for each in handles:
+                each.join()
             # No rank returns before all have their files: the framework may remove an older one
             # next.
-            _exchange(None)
-        return [each.handle for each in asked]
+            gather(None)
+        return handles
 
     def _draft(
         self,
@@ -175,10 +171,11 @@ class RankFiles:
             return []
         problem = None
         if self._is_first:
-            with PENDING.exempt():
-                missing = unseen(directory, others)
-            problem = not_shared(directory, missing) if missing else None
-        found = [each for each in _exchange(problem) if each is not None]
+            try:
+                require_seen(directory, others)
+            except UsageError as error:
+                problem = error
+        found = [each for each in gather(problem) if each is not None]
         self._has_seen = not found
         return found
 
@@ -205,11 +202,10 @@ class RankFiles:
             notes = {read_note(os.path.join(directory, name)) for name in names}
         except PortusError as error:
             problem = problem or error
-        said = _exchange((notes, problem))
-        for _, why in said:
-            if why is not None:
-                raise problem or why
-        if len(set[bytes | None]().union(*(each for each, _ in said))) > 1:
+        every, problems = _exchange(notes, problem)
+        for why in filter(None, problems):
+            raise problem or why
+        if len(set[bytes | None]().union(*every)) > 1:
             raise CorruptionError(
                 f"{printable(directory)}: its files are of different saves: a save was killed as "
                 "it replaced them, or they were copied together. Load another checkpoint"
@@ -217,88 +213,16 @@ class RankFiles:
 
     def close(self) -> None:
         """Finish the saves in flight. It may be used again."""
-        self._has_begun = False
         self._files.close()
 
     def _begin(self, directory: str, base: str | None) -> None:
         if base is not None:
             # A part of another checkpoint, whose start looks there for what a kill left.
             self._files.keep_drafts_below(base)
-        elif not self._has_begun:
+        elif not self._files.has_begun:
             above = os.path.dirname(directory)
             name = self._name or os.path.basename(above) or "checkpoints"
             self._files.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
-            self._has_begun = True
-
-    def _failures(self) -> list[_Failure]:
-        """The saves of this rank that failed since the last call, and why."""
-        over = [each for each in self._asked if each.handle.done]
-        self._asked[:] = [
-            *[each for each in over if each.handle.committed and each.paths][-_ASKED_MAX:],
-            *(each for each in self._asked if not each.handle.done),
-        ]
-        return [
-            _Failure(each.save, str(error), isinstance(error, AbandonedError))
-            for each in over
-            if (error := each.handle.of.error) is not None
-        ]
-
-    def _hear(self, said: Sequence[_RankState]) -> None:
-        """Give up what waits for saves that failed, and remove this rank's files of them. Raises
-        ``AbandonedError`` as ``on_error`` says."""
-        every = [(each, rank) for rank, one in enumerate(said) for each in one.failures]
-        every.sort(key=lambda pair: pair[0].is_given_up)  # a cause before what followed
-        failed: dict[str, str] = {}
-        for each, rank in every:
-            failed.setdefault(each.save, f"portus: a save was given up: rank {rank}: {each.text}")
-        self._given_up.update(failed)
-        for lost in [each for each in self._asked if each.save in failed]:
-            self._asked.remove(lost)
-            for path in lost.paths:
-                self._files.remove(path)
-        for text in failed.values():
-            if self._settings.on_error == "raise":
-                raise AbandonedError(text)
-            if self._is_first:
-                _log.error("%s", text)
-
-
-@dataclass(frozen=True, slots=True)
-class _RankSave:
-    """A save of this rank: its id, the same on all ranks; and the files."""
-
-    save: str
-    handle: SaveHandle
-    paths: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The failure of a save, by its id. is_given_up: only because another part of it failed."""
-
-    save: str
-    text: str
-    is_given_up: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _RankState:
-    """What a rank says before a save: an id for it, and what it found, and which of its saves
-    failed."""
-
-    id: str
-    has_files: bool
-    failures: Sequence[_Failure]
-
-
-@dataclass(frozen=True, slots=True)
-class _RankBegin:
-    """What a rank says when its save has begun: the names of its files. problem: why it was
-    refused. has_failed: it is over already, as where a disk is full."""
-
-    names: tuple[str, ...]
-    problem: PortusError | None
-    has_failed: bool
 
 
 @dataclass(slots=True)
@@ -307,8 +231,8 @@ class _Gate:
     save: its id. given_up: the ids of saves that failed, from now on too."""
 
     directory: str
-    save: str
-    given_up: Collection[str]
+    save: int
+    given_up: Collection[int]
     _drafted: threading.Event = field(default_factory=threading.Event)
     _opened: threading.Event = field(default_factory=threading.Event)
     _others: Collection[str] = ()
@@ -357,10 +281,6 @@ def _require_committed(handle: SaveHandle | None, latest: LatestFile) -> None:
         )
 
 
-def _exchange(word: Any) -> list[Any]:
-    """What all ranks say, by rank. Collective."""
-    said = [word] * standing()[1]
-    if len(said) == 1:
-        return said
-    dist.all_gather_object(said, word)
-    return said
+def _exchange(*words: Any) -> Any:
+    """Return what all ranks say, by rank, of each of ``words``. Collective."""
+    return zip(*gather(words), strict=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
-from portus.companions.job.exchange import beside, standing
+from portus.companions.job.exchange import beside, broadcast, standing
 from portus.companions.job.mirroring import mirror_of
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import SaveHandle
@@ -121,19 +121,17 @@ def load_newest(
 def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> list[str]:
     """The complete directories, newest first, as the first rank sees them. Raises on all ranks what
     it raises."""
-    said: list[Any] = [None]
-    if standing()[0] == 0:
+    found: Any = None
+    if standing(group)[0] == 0:
         try:
-            said = [_find_directories(above, mirror)]
+            found = _find_directories(above, mirror)
         except PortusError as error:
-            # Sent, not raised: the others wait in the broadcast.
-            said = [error]
+            found = error  # sent, not raised: the others wait in the broadcast
     if dist.is_initialized():
-        dist.broadcast_object_list(said, src=0, group=group or beside())
-    if isinstance(said[0], PortusError):
-        raise said[0]
-    found: list[str] = said[0]
-    return found
+        found = broadcast(found, group or beside())
+    if isinstance(found, PortusError):
+        raise found
+    return list(found)
 
 
 def _find_directories(above: str, mirror: str | None) -> list[str]:

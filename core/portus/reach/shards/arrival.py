@@ -9,6 +9,7 @@ from typing import Final
 
 from portus.engine.directory.system import medium_error
 from portus.engine.directory.waiting import in_flight, is_of_this_machine
+from portus.engine.files.pending import PENDING
 from portus.errors import AbandonedError, UsageError, printable
 
 _POLL_MIN_S: Final = 0.002
@@ -53,16 +54,20 @@ def await_files(
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 
-def unseen(directory: str, names: Collection[str]) -> set[str]:
-    """Return the files of other ranks, which all have begun to write, that cannot be seen in
-    ``directory``: none where all ranks see the same one. Blocks for ``SEEN_S`` at most."""
+def require_seen(directory: str, names: Collection[str]) -> None:
+    """Raise ``UsageError`` unless the files of other ranks, which all have begun to write, are seen
+    in ``directory``, as where all ranks see the same one. Blocks for ``SEEN_S`` at most."""
     until = time.monotonic() + SEEN_S
-    os.makedirs(directory, exist_ok=True)
-    while missing := set(names) - in_flight(directory) - _names_in(directory):
-        if time.monotonic() > until:
-            return missing
-        time.sleep(_POLL_MAX_S)
-    return set()
+    with PENDING.exempt():
+        os.makedirs(directory, exist_ok=True)
+        while missing := set(names) - in_flight(directory) - _names_in(directory):
+            if time.monotonic() > until:
+                raise UsageError(
+                    f"{printable(directory)}: expected a directory that all ranks see, but "
+                    f"{list_names(missing)}, which other ranks began to write, cannot be seen "
+                    "here. Save to a file system that all nodes share"
+                )
+            time.sleep(_POLL_MAX_S)
 
 
 def _names_in(directory: str) -> set[str]:
@@ -70,15 +75,6 @@ def _names_in(directory: str) -> set[str]:
         return set(os.listdir(directory))
     except OSError as error:
         raise medium_error(error, directory) from error
-
-
-def not_shared(directory: str, missing: Collection[str]) -> UsageError:
-    """Return what to raise where files of other ranks are out of sight."""
-    return UsageError(
-        f"{printable(directory)}: expected a directory that all ranks see, but "
-        f"{list_names(missing)}, which other ranks began to write, cannot be seen here. Save to "
-        "a file system that all nodes share"
-    )
 
 
 def list_names(names: Collection[str]) -> str:

@@ -8,7 +8,7 @@ import io
 import os
 import pickle
 import re
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -60,26 +60,12 @@ def rank_file_name(rank: int, save: int) -> str:
     return f"__{rank}_{save}.distcp"
 
 
-def renumber(name: str, save: int) -> str:
-    """Return the name of the file of the same rank as ``name`` in another save."""
-    match = RANK_FILE.fullmatch(name)
-    assert match is not None
-    return rank_file_name(int(match[1]), save)
-
-
 def series_of(name: str) -> str:
     """Return what names have in common that differ in their numbers alone."""
     return _DIGITS.sub("#", name)
 
 
-class Metadata(NamedTuple):
-    """What ``.metadata`` says. is_verified: Portus wrote it."""
-
-    value: Any
-    is_verified: bool
-
-
-def read_metadata(directory: str) -> Metadata:
+def read_metadata(directory: str) -> Any:
     """Return what the metadata of a directory say. Raises ``NoCheckpointError`` if there are none,
     ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
     path = os.path.join(directory, NAME)
@@ -90,7 +76,7 @@ def read_metadata(directory: str) -> Metadata:
     except FileNotFoundError as error:
         raise NoCheckpointError(_why_none(directory)) from error
     try:
-        return Metadata(pickle.loads(data), is_verified)
+        return pickle.loads(data)
     except Exception as error:
         said = (
             f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
@@ -108,18 +94,17 @@ def _why_none(directory: str) -> str:
     where = printable(directory)
     if not os.path.isdir(directory):
         return f"{where}: there is no checkpoint: no such directory"
-    before = complete_before(directory)
-    other = f"; the newest complete one beside it is {printable(before)}" if before else ""
+    before = complete_beside(directory)
+    other = f"; the newest complete one beside it is {printable(before[0])}" if before else ""
     if any(_STOCK.fullmatch(name) or _SHARD_FILE.fullmatch(name) for name in os.listdir(directory)):
         return f"{where}: its save was cut off: it has files of ranks and no {NAME}{other}"
     return f"{where}: there is no checkpoint: it has no {NAME}{other}"
 
 
-def complete_before(directory: str) -> str | None:
-    """Return the newest complete directory beside one, of another number."""
+def complete_beside(directory: str) -> list[str]:
+    """Return the complete directories beside one, of other numbers, the newest save first."""
     above, name = os.path.split(os.path.abspath(directory))
-    found = [each for each in complete_in(above, name) if each != os.path.abspath(directory)]
-    return found[0] if found else None
+    return [each for each in complete_in(above, name) if each != os.path.abspath(directory)]
 
 
 def complete_in(above: str, like: str | None = None) -> list[str]:

@@ -22,7 +22,6 @@ from portus.reach.formats.safetensors import SUFFIX
 from portus.reach.shards.directories import (
     is_shard_of_portus,
     rank_file_name,
-    renumber,
     shard_file_name,
 )
 from portus.reach.shards.metadata_file import NAME
@@ -47,13 +46,11 @@ class ShardContents(FileContents, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """file_name: of a rank, by that and the number of the save. renumbered: the name of the file of
-    the same rank in another save. contents: of a rank's file, by its items and their values; raises
-    ``UsageError``. clear: called with the directory before any rank writes, on the one that
-    coordinates; raises ``UsageError`` if nothing may be saved there."""
+    """file_name: of a rank, by that and the number of the save. contents: of a rank's file, by its
+    items and their values; raises ``UsageError``. clear: called with the directory before any rank
+    writes, on the one that coordinates; raises ``UsageError`` if nothing may be saved there."""
 
     file_name: Callable[[int, int], str]
-    renumbered: Callable[[str, int], str]
     contents: Callable[[Sequence[WriteItem], Sequence[torch.Tensor | bytes]], ShardContents]
     clear: Callable[[str], None]
 
@@ -85,12 +82,8 @@ def _keep(directory: str) -> None:
     """Names have the number of the save: older files are in nobody's way."""
 
 
-def _same_name(name: str, save: int) -> str:
-    return name
-
-
-TORCH: Final = DirectoryLayout(rank_file_name, renumber, RankContents, _keep)
-SAFETENSORS: Final = DirectoryLayout(shard_file_name, _same_name, TensorShards, _remove_cut_off)
+TORCH: Final = DirectoryLayout(rank_file_name, RankContents, _keep)
+SAFETENSORS: Final = DirectoryLayout(shard_file_name, TensorShards, _remove_cut_off)
 
 LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}
 """Layouts by the words of the public face."""

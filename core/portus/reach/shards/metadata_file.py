@@ -7,7 +7,6 @@ from typing import Final
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.format.record import Field, Record
-from portus.engine.image.image import Image, bytes_image
 from portus.engine.image.stored_file import Read, exactly
 from portus.errors import CorruptionError
 
@@ -25,10 +24,10 @@ END: Final = Record(
 """The xxh3_128 of the pickle and of this follows it and ends the file."""
 
 
-def metadata_image(pickle: bytes) -> Image:
-    """Return the image of the file with ``pickle``."""
+def metadata_file(pickle: bytes) -> bytes:
+    """Return the file with ``pickle``."""
     data = pickle + END.row(MAGIC, len(pickle))
-    return bytes_image(data + digest(data))
+    return data + digest(data)
 
 
 def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from portus.companions.job.exchange import UNPLANNED, RankReport, exchange, standing
+from portus.companions.job.exchange import UNPLANNED, Failures, RankReport, exchange, standing
 from portus.engine.state.walk import PLAIN, PLAIN_TENSORS
-from portus.errors import PortusError, UsageError
+from portus.errors import PortusError
 
 Taken = TypeVar("Taken")
 
@@ -85,11 +86,11 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
 def agree(
     planned: RankPlan | None,
     state: dict[str, Any],
-    planner: SavePlanner,
+    planner: DefaultSavePlanner,
     take: Callable[[list[Any]], Taken | None],
     word: RankReport,
     ranks: Any = None,
-) -> tuple[tuple[bytes, Taken] | None, list[Mapping[int, str]]]:
+) -> tuple[tuple[bytes, Taken] | None, list[Failures]]:
     """The id of the save of this ``state``, and what this rank saves, if every rank may go on as
     ``planned``; else None. And which saves failed, by rank.
 
@@ -107,12 +108,12 @@ def agree(
     except BaseException as problem:
         error = problem
     known = planned.id if planned is not None and taken is not None else UNPLANNED
-    said = exchange(replace(word, planning=known, error=_in_short(error)), ranks)
-    if error is not None or said.errors:
-        raise error or said.errors[0]
-    if said.id is None or taken is None:
-        return None, said.failed
-    return (said.id, taken), said.failed
+    number, failed, errors = exchange(replace(word, planning=known, error=_in_short(error)), ranks)
+    if error is not None or errors:
+        raise error or errors[0]
+    if number is None or taken is None:
+        return None, failed
+    return (number, taken), failed
 
 
 def _in_short(error: BaseException | None) -> Exception | None:
@@ -123,7 +124,7 @@ def _in_short(error: BaseException | None) -> Exception | None:
 
 
 def _as_planned(
-    planned: RankPlan, state: dict[str, Any], planner: SavePlanner, ranks: Any
+    planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner, ranks: Any
 ) -> list[Any] | None:
     """What this rank saves, by item, if its plan is what it was; else None."""
     if standing(ranks) != (planned.rank, planned.count):
@@ -135,10 +136,10 @@ def _as_planned(
             return [_live(found.values[place]) for place in planned.places]
     if not _plans_alike(planned, state, planner):
         return None
-    return _values(planned.final, planner)
+    return [_value_of(item, planner) for item in planned.final.items]
 
 
-def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: SavePlanner) -> bool:
+def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner) -> bool:
     try:
         planner.set_up_planner(state_dict=state, is_coordinator=planned.rank == 0)
         local = planner.create_local_plan()
@@ -193,16 +194,7 @@ def _live(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _values(plan: SavePlan, planner: SavePlanner) -> list[Any]:
-    return [_value_of(item, planner) for item in plan.items]
-
-
-def _value_of(item: WriteItem, planner: SavePlanner) -> Any:
+def _value_of(item: WriteItem, planner: DefaultSavePlanner) -> Any:
     if item.type == WriteItemType.BYTE_IO:
-        lookup = getattr(planner, "lookup_object", None)
-        if lookup is None:
-            raise UsageError(f"{type(planner).__name__} does not provide objects (lookup_object)")
-        return lookup(item.index)
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    return tensor.detach()
+        return planner.lookup_object(item.index)
+    return planner.resolve_data(item).detach()

@@ -29,13 +29,7 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
     if address is not None:
         found.append(
             DirectoryMirror(
-                address,
-                name,
-                root=directory,
-                checkpoints=directory,
-                home=home,
-                wait_s=settings.mirror_wait,
-                keep=settings.mirror_keep,
+                address, name, settings, root=directory, checkpoints=directory, home=home
             )
         )
     if settings.journal:  # last: it observes training from now on

@@ -31,6 +31,7 @@ from portus.engine.directory.system import Linux
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
+from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.paths.request import make_directory
@@ -110,24 +111,22 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self,
         address: StoreAddress,
         model: str,
+        settings: Settings,
         *,
         root: str,
         checkpoints: str,
         home: str,
-        wait_s: float,
-        keep: int = 0,
         of_directories: bool = False,
     ) -> None:
         """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
         below which all is mirrored. checkpoints: a directory there, in which others may have left
-        checkpoints: files, or else ``of_directories``. keep: how many checkpoints that the run
-        removed stay in the store. home: the directory of the note, made
-        when that is written. Raises ``UsageError``."""
+        checkpoints: files, or else ``of_directories``. home: the directory of the note, made when
+        that is written. Raises ``UsageError``."""
         store = open_file_store(address)
-        super().__init__(store, str(address), model, wait_s=wait_s)
+        super().__init__(store, str(address), model, wait_s=settings.mirror_wait)
         self._directory: Final = root
         self._checkpoints: Final = checkpoints
-        self._keep: Final = keep
+        self._keep: Final = settings.mirror_keep
         self._of_directories: Final = of_directories
         self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
         self._mirror: Final = MirroredFiles(store, model, str(address))

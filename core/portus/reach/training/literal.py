@@ -8,18 +8,18 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.engine.image.image import Column, Image
+from portus.engine.image.image import Column, Image, bytes_image
 
 
 class LiteralContents:
-    """Bytes as ``FileContents``. image: has no storage."""
+    """Bytes as ``FileContents``."""
 
     storages: Final[Sequence[torch.UntypedStorage]] = ()
     owned_storages: Final[frozenset[int]] = frozenset()
     has_devices: Final = False
 
-    def __init__(self, image: Image) -> None:
-        self._image: Final = image
+    def __init__(self, data: bytes) -> None:
+        self._image: Final = bytes_image(data)
         self.lengths: Final[Column] = np.zeros(0, np.int64)
 
     def changes(self) -> Column:

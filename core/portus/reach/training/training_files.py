@@ -19,7 +19,6 @@ from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
-from portus.engine.image.image import bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.loading.origin import note_loaded
@@ -89,6 +88,8 @@ class TrainingFiles:
         self._telling: Final = re.compile(telling)
         self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
+        self.has_begun = False
+        """Whether ``begin`` was called since it was closed."""
         self._journal_at: tuple[str, str] | None = None
         self._journal: Journal | None = None
         self._mirror: DirectoryMirror | None = None
@@ -130,6 +131,7 @@ class TrainingFiles:
         if mirror is not None:
             mirror.begin()
         self._begin_journal()  # it listens to steps, so nothing may raise behind it
+        self.has_begun = True
 
     def keep_drafts_below(self, base: str) -> None:
         """Put the drafts of what is below the directory ``base`` into its hidden folder from now
@@ -182,7 +184,7 @@ class TrainingFiles:
         """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
         as of ``save_directory``."""
         saver, _ = self._open()
-        contents = PreparedFile(LiteralContents(bytes_image(text.encode())))
+        contents = PreparedFile(LiteralContents(text.encode()))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([FileToSave(path, contents)], request)
 
@@ -309,6 +311,7 @@ class TrainingFiles:
     @calls.mark
     def close(self) -> None:
         """Finish what is in flight. May be used again. Raises as ``wait``."""
+        self.has_begun = False
         if self._process != os.getpid():
             return
         saver, after = self._saver, self._after
@@ -382,11 +385,10 @@ class TrainingFiles:
             self._mirror = DirectoryMirror(
                 address,
                 name,
+                self._settings,
                 root=root if is_below else checkpoints,
                 checkpoints=checkpoints,
                 home=os.path.join(place, JOURNALS),
-                wait_s=self._settings.mirror_wait,
-                keep=self._settings.mirror_keep,
                 of_directories=self._of_directories,
             )
             if self._after is not None:
