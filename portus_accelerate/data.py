@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
 from torch.utils.data import DataLoader, IterableDataset
 
 import portus
-from portus_accelerate import randomness
 
 _log: Final = logging.getLogger("portus_accelerate")
 
@@ -109,7 +109,7 @@ class PlainLoader:
         )
         self._running: _Epoch | None = None
         self._saved: dict[str, Any] | None = None
-        self._now: dict[str, Any] | None = None
+        self._now: torch.Tensor | None = None
         vars(loader)[_OWN] = vars(loader.base_dataloader)[_OWN] = self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -176,7 +176,7 @@ class PlainLoader:
             self._cursor.forget()
             self._cursor.put_back(state["cursor"])
         elif position["batches"]:
-            self._now = randomness.take()
+            self._now = portus.capture_randomness(drawing_device())
         if state["left"]:
             self._cursor.put_back(state["cursor"])
         if told:
@@ -199,7 +199,7 @@ class PlainLoader:
         first = next(batches, _END)
         # An iterator draws as it is made, and that of the run before was made before the save.
         if now is not None:
-            randomness.put(now)
+            portus.restore_randomness(now, drawing_device())
         self._saved = None
         epoch = _Epoch(loader, self._cursor.newest, self._training, self._running)
         epoch.is_of_training = is_within(saved) and bool(saved and saved.get("trained"))
@@ -375,15 +375,9 @@ def tell(reason: str) -> None:
     )
 
 
-def tell_count(before: int, now: int) -> None:
-    """Say that other numbers of loaders are prepared than were at the save."""
-    _log.warning(
-        "Portus: %d data loaders were prepared when this state was saved, and %d are now. "
-        "Each resumes from the loader that was prepared at the same place in the order; "
-        "others begin their epoch. Prepare the same ones, in the same order, before load_state",
-        before,
-        now,
-    )
+def drawing_device() -> torch.device:
+    """The device whose generator is drawn from beside those of the CPU, if there is one."""
+    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def _skipping(made: Any) -> Any:

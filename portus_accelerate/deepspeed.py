@@ -8,8 +8,8 @@ name of ``DeepSpeedEngine``      what changes
 ``_take_model_step``             waits until no save reads what it writes
 ``destroy``                      finishes saves first
 
-Stock hands each file to ``engine.checkpoint_engine``, of which there is none for outsiders: another
-one stands in its place for as long as a call runs.
+Stock hands each file to ``engine.checkpoint_engine``, of which there is none for outsiders: others
+stand in for its methods for as long as a call runs.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _save(
             raise
         _say_stock_saves(self, str(error))
         setattr(self, _FILES, None)
-        files.close()
+        files.files.close()
         return stock(self, save_dir, tag, *given, **named)
 
 
@@ -163,12 +163,12 @@ def _load(
 def _step(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
     files = files_of(self)
     if files is not None:
-        files.fence()
+        files.files.fence()
     return stock(self, *given, **named)
 
 
 def _destroy(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
     files = files_of(self)
     if files is not None:
-        files.close()
+        files.files.close()
     return stock(self, *given, **named)

@@ -81,15 +81,14 @@ def gather_engine_files(base: str, *, now: bool) -> Iterator[list[portus.SaveHan
 
 
 class EngineFiles:
-    """The checkpoints of DeepSpeed's engines. Its methods are called on every rank, but for
-    ``fence``."""
+    """The checkpoints of DeepSpeed's engines. Its methods are called on every rank."""
 
     def __init__(self, engine: Any, settings: Settings, *, may_give_up: bool = False) -> None:
         """may_give_up: what Portus cannot save, stock does from then on."""
         self.may_give_up: Final = may_give_up
         self._engine: Final = engine
         self._settings: Final = settings
-        self._files: Final = RankFiles(settings, settings.model)
+        self.files: Final = RankFiles(settings, settings.model)
 
     def save(
         self,
@@ -142,7 +141,7 @@ class EngineFiles:
             base, now = leader.base, leader.now
         elif is_of_framework:
             base = os.path.dirname(root)  # the root is one checkpoint
-        handles = self._files.save(
+        handles = self.files.save(
             directory,
             collect,
             int(engine.global_steps),
@@ -161,7 +160,7 @@ class EngineFiles:
         damaged is passed over for the one before it. Raises ``CorruptionError`` for one that was
         named, and if all are damaged."""
         root = os.path.realpath(load_dir)
-        self._files.wait_for(root)
+        self.files.wait_for(root)
         wanted = [tag] if tag is not None else _tags_in(root)
         if not wanted:
             return stock(load_dir, None, *given, **named)
@@ -185,7 +184,7 @@ class EngineFiles:
         **named: Any,
     ) -> Any:
         directory = os.path.join(os.path.realpath(load_dir), tag)
-        self._files.wait_for(directory)
+        self.files.wait_for(directory)
         names: list[str] = []
         returned, problem = None, None
 
@@ -200,41 +199,19 @@ class EngineFiles:
         except portus.PortusError as error:
             problem = error
         # Collective: all ranks go on to the same checkpoint, or raise alike.
-        self._files.check_loaded(directory, names, problem)
+        self.files.check_loaded(directory, names, problem)
         return returned
-
-    def fence(self) -> None:
-        """Block until no save in flight reads what the engine's step writes."""
-        self._files.fence()
-
-    def wait(self) -> None:
-        """Block until the saves of this rank are over."""
-        self._files.wait()
-
-    def close(self) -> None:
-        """Finish the saves in flight."""
-        self._files.close()
 
     @contextlib.contextmanager
     def _standing_in(self, **methods: Callable[..., Any]) -> Iterator[None]:
         """Inside, ``methods`` stand in for those of the engine's checkpoint engine."""
-        real = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = _StandIn(real, methods)
+        own = vars(self._engine.checkpoint_engine)
+        own.update(methods)
         try:
             yield
         finally:
-            self._engine.checkpoint_engine = real
-
-
-class _StandIn:
-    """Does what the real checkpoint engine does, but for ``methods``."""
-
-    def __init__(self, real: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-        self._real: Final = real
-        vars(self).update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
+            for name in methods:
+                del own[name]
 
 
 def _tensors_of_step(engine: Any) -> list[torch.Tensor]:

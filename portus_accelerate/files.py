@@ -28,11 +28,8 @@ class CheckpointFiles:
         """A directory of which everything is uploaded."""
         self._settings: Final = settings if is_writer else _alone(settings)
         self._of_all: Final = settings
-        self._plain: portus.TrainingFiles | None = None
         self._is_writer: Final = is_writer
-        self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
-        self._has_begun = False
 
     def prepare(self, roots: list[str]) -> None:
         """Put in order what a killed process left below ``roots``, and learn which optimizer steps
@@ -48,9 +45,9 @@ class CheckpointFiles:
     def _remove_cut_off(self, above: str) -> None:
         """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
         into: scripts go on from the highest number, or begin anew where there is none."""
-        for directory in place.numbered_directories(above) if os.path.isdir(above) else ():
-            if not NUMBERED.fullmatch(os.path.basename(directory)):
-                continue
+        for directory in (
+            place.numbered_directories(above, NUMBERED) if os.path.isdir(above) else ()
+        ):
             if not why_incomplete(directory) or _others_in(directory):
                 continue
             self.files.wait_for(directory)  # another process may be at it
@@ -67,16 +64,26 @@ class CheckpointFiles:
             self.files.fetch(run.name, run.links, os.path.dirname(directory))
 
     def _run_of(self, directory: str) -> portus.Run:
-        """The run that saves the checkpoint ``directory``; nothing of it is opened."""
-        project = self._accelerator.project_dir
-        return place.run_of(directory, self._of_all, project, self.uploaded)
+        """The run that saves the checkpoint ``directory``: the same after a restart. Its
+        ``.portus`` is on the file system of the checkpoints, not among them, nor in what is
+        uploaded. Nothing of it is opened. Raises ``MediumError``."""
+        above = otherwise = os.path.dirname(directory)
+        roots = place.roots(self._accelerator.project_dir)
+        fit = [root for root in roots if place.is_inside(above, root)]
+        if self.uploaded is not None:
+            fit = [root for root in fit if not place.is_inside(root, self.uploaded)]
+            if place.is_inside(above, self.uploaded):
+                otherwise = os.path.dirname(self.uploaded)
+        settings = self._of_all
+        return portus.Run.beside(
+            above, roots=fit, otherwise=otherwise, pool=settings.pool, name=settings.model
+        )
 
     def begin(self, directory: str) -> portus.Run:
         """Return the run that saves ``directory``, which has begun."""
         run = self._run_of(directory)
-        if not self._has_begun:
+        if not self.files.has_begun:
             self.files.begin(run.name, run.links, os.path.dirname(directory))
-            self._has_begun = True
         return run
 
     def wait_for(self, directory: str) -> None:
@@ -85,46 +92,42 @@ class CheckpointFiles:
 
     def wait(self) -> None:
         """Block until all saves are over; raises as ``on_error`` says."""
-        for each in (self._shards, self._made):
-            if each is not None:
-                each.wait()
+        for each in self._savers():
+            each.wait()
 
     def close(self) -> None:
         """Finish the saves in flight. Later ones open it again."""
-        self._has_begun = False
         with contextlib.ExitStack() as closing:
-            for each in (self._made, self._plain, self._shards):
-                if each is not None:
-                    closing.callback(each.close)
-            self._plain = self._shards = None
+            for each in reversed(self._savers()):
+                closing.callback(each.close)
+            self._shards = None
+
+    def _savers(self) -> list[Any]:
+        """What saves, in the order in which the files become visible."""
+        found = (self._shards, *(vars(self).get(name) for name in ("plain", "files")))
+        return [each for each in found if each is not None]
 
     @cached_property
     def pool(self) -> portus.Place | None:
         """The pool that the user had named at the first use. Raises ``UsageError``."""
         return self._of_all.pool_at
 
-    @property
+    @cached_property
     def files(self) -> portus.TrainingFiles:
         """What saves the files of this process, or the pointers to them. Raises ``UsageError`` for
         settings that only pools have."""
-        if self._made is None:
-            self._made = portus.TrainingFiles(
-                self._settings,
-                of_directories=True,
-                telling=TELLING,
-                pool=self.pool if self._is_writer else None,
-                is_named=self._settings.model is not None,
-            )
-        return self._made
+        return portus.TrainingFiles(
+            self._settings,
+            of_directories=True,
+            telling=TELLING,
+            pool=self.pool if self._is_writer else None,
+            is_named=self._settings.model is not None,
+        )
 
-    @property
+    @cached_property
     def plain(self) -> portus.TrainingFiles:
         """Return what saves files that stay files, though there is a pool."""
-        if self._plain is None:
-            self._plain = portus.TrainingFiles(
-                _alone(self._settings), of_directories=True, telling=TELLING
-            )
-        return self._plain
+        return portus.TrainingFiles(_alone(self._settings), of_directories=True, telling=TELLING)
 
     def opened_shards(self, directory: str) -> PortusStorageWriter:
         """Return what saves the shards of a checkpoint."""

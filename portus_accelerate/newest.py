@@ -80,12 +80,8 @@ def is_complete(directory: str) -> bool:
 
 def complete_in(folder: str) -> list[str]:
     """The checkpoints in ``folder`` whose save was not cut off; newest first."""
-    found = [
-        path
-        for path in place.numbered_directories(folder)
-        if NAME.fullmatch(os.path.basename(path))
-    ]
-    return [path for path in found[::-1] if not why_incomplete(path, is_complete)]
+    found = place.numbered_directories(folder, NAME)[::-1]
+    return [path for path in found if not why_incomplete(path, is_complete)]
 
 
 def last(stock: Callable[[Any], Any], folder: Any) -> Any:

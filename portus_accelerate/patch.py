@@ -42,7 +42,7 @@ OLDEST: Final = (1, 0)
 NEWEST: Final = (1, 15)
 """Versions of Accelerate that this was made for, both included."""
 
-_NEEDED: Final = ("TrainingFiles", "load", "pack", "read_note")
+_NEEDED: Final = ("TrainingFiles", "load", "read_note")
 """Names of Portus that are loaded before anything is changed: a package that it lacks is missed
 then."""
 

@@ -1,4 +1,4 @@
-"""Where a run's pool is, and what the run is called in it."""
+"""Directories of checkpoints, by their names; and those that a run may have its ``.portus`` in."""
 
 from __future__ import annotations
 
@@ -7,35 +7,10 @@ import os
 import re
 
 import portus
-from portus_accelerate.settings import Settings
 
 
-def run_of(
-    checkpoint: str, settings: Settings, project: str | None, uploaded: str | None = None
-) -> portus.Run:
-    """The run that saves ``checkpoint``: the same after a restart. Its ``.portus`` is on the file
-    system of the checkpoints, not among them, and holds the pool by default; notes in any case, and
-    checkpoints that were cut off.
-
-    checkpoint: a checkpoint directory. project: the Accelerator's ``project_dir``. uploaded: a
-    directory of which everything is uploaded: no ``.portus`` in it. Raises ``MediumError``.
-    """
-    above = os.path.dirname(checkpoint)
-    fit = [root for root in roots(project) if _is_inside(above, root)]
-    otherwise = above
-    if uploaded is not None:
-        fit = [root for root in fit if not _is_inside(root, uploaded)]
-        otherwise = os.path.dirname(uploaded) if _is_inside(above, uploaded) else above
-    return portus.Run.beside(
-        above,
-        roots=fit,
-        otherwise=otherwise,
-        pool=settings.pool,
-        name=settings.model,
-    )
-
-
-def _is_inside(path: str, directory: str) -> bool:
+def is_inside(path: str, directory: str) -> bool:
+    """Return whether ``path`` is ``directory``, or below it; both absolute."""
     return os.path.commonpath([path, directory]) == directory
 
 
@@ -53,9 +28,11 @@ def step_of(checkpoint: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def numbered_directories(directory: str) -> list[str]:
-    """The directories in ``directory`` that have a number in their name, as those of automatic
-    naming do; lowest first. Raises ``MediumError``."""
+def numbered_directories(
+    directory: str, like: re.Pattern[str] = re.compile(".*", re.DOTALL)
+) -> list[str]:
+    """The directories in ``directory`` whose name is ``like`` that and has a number, as those of
+    automatic naming do; lowest first. Raises ``MediumError``."""
     try:
         names = os.listdir(directory)
     except OSError as error:
@@ -65,8 +42,9 @@ def numbered_directories(directory: str) -> list[str]:
     found = []
     for name in names:
         number = re.search(r"(\d+)\D*$", name)
-        if number and os.path.isdir(os.path.join(directory, name)):
-            found.append((int(number[1]), os.path.join(directory, name)))
+        path = os.path.join(directory, name)
+        if number and like.fullmatch(name) and os.path.isdir(path):
+            found.append((int(number[1]), path))
     return [path for _, path in sorted(found)]
 
 

@@ -27,6 +27,7 @@ fetched ahead (one, or two) when the save was called.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -35,7 +36,10 @@ from typing import Any, Final
 import torch
 
 import portus
-from portus_accelerate import data, randomness
+from portus_accelerate import data
+from portus_accelerate.settings import ACCELERATE
+
+_log: Final = logging.getLogger("portus_accelerate")
 
 KEY: Final = "portus"
 """Where this is in the file of random states; Accelerate looks at keys that it knows only."""
@@ -63,7 +67,7 @@ class _ResumedLoader:
     loader: Any
     prepared: list[Any]
     start: dict[str, Any] | None = None
-    now: dict[str, Any] | None = None
+    now: torch.Tensor | None = None
 
     def is_of(self, loader: Any) -> bool:
         """True if ``loader`` is the one, or was made from it by ``skip_first_batches``: then it is
@@ -114,15 +118,16 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         followed.forget()
     if not isinstance(saved, dict):
         return
-    if saved["format"] != FORMAT:
-        raise portus.UsageError(
-            f"the positions in data of this checkpoint have format {saved['format']}, and this "
-            f"Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or set "
-            "PORTUS_DISABLE=1, and the run continues with other data and random numbers"
-        )
-    then = randomness.take()
+    ACCELERATE.require_format("positions in data", saved["format"], FORMAT)
+    then = portus.capture_randomness(data.drawing_device())
     if len(saved["loaders"]) != len(loaders) and accelerator.is_main_process:
-        data.tell_count(len(saved["loaders"]), len(loaders))
+        _log.warning(
+            "Portus: %d data loaders were prepared when this state was saved, and %d are now. "
+            "Each resumes from the loader that was prepared at the same place in the order; "
+            "others begin their epoch. Prepare the same ones, in the same order, before load_state",
+            len(saved["loaders"]),
+            len(loaders),
+        )
     running = saved.get("running")
     for number, (loader, *both) in enumerate(
         zip(loaders, saved["loaders"], of_main["loaders"], strict=False)
@@ -147,10 +152,11 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         if position.get("made") is not None:
             _make_first(loader, position["made"])
             _put_generators(loader, position["generators"])
-            randomness.put(then)
+            portus.restore_randomness(then, data.drawing_device())
     if running is not None and running["index"] < len(loaders):
         loader = loaders[running["index"]]
-        _waiting.append(_ResumedLoader(loader, loaders, running["start"], randomness.take()))
+        now = portus.capture_randomness(data.drawing_device())
+        _waiting.append(_ResumedLoader(loader, loaders, running["start"], now))
     for loader in loaders:
         if _is_finished(loader):
             _waiting.append(_ResumedLoader(loader, loaders))
@@ -172,7 +178,7 @@ def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]
         batches = plain.iterate(loader, stock)
     first = next(batches, _END)
     if resumed is not None and resumed.now is not None:
-        randomness.put(resumed.now)
+        portus.restore_randomness(resumed.now, data.drawing_device())
     if first is not _END:
         yield first
         yield from batches
@@ -293,11 +299,11 @@ def _put(loader: Any, position: dict[str, Any]) -> None:
 
 def _start(loader: Any) -> dict[str, Any]:
     generators = {name: each.get_state() for name, each in _generators(loader).items()}
-    return {"random": randomness.take(), "generators": generators}
+    return {"random": portus.capture_randomness(data.drawing_device()), "generators": generators}
 
 
 def _restore(loader: Any, start: dict[str, Any]) -> None:
-    randomness.put(start["random"])
+    portus.restore_randomness(start["random"], data.drawing_device())
     _put_generators(loader, start["generators"])
 
 

@@ -23,9 +23,10 @@ from functools import partial
 from typing import Any, Final
 
 import portus
+from portus.dcp import RankFiles
 from portus_accelerate import data, deepspeed, fsdp, place, resume
 from portus_accelerate.capture import Capture, capturing, torch_name
-from portus_accelerate.engine_files import EngineFiles, gather_engine_files
+from portus_accelerate.engine_files import gather_engine_files
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
 from portus_accelerate.newest import RANDOM, why_incomplete
@@ -247,10 +248,10 @@ class Saver:
             files.wait()
         self._files.wait()
 
-    def _engines(self) -> list[EngineFiles]:
+    def _engines(self) -> list[RankFiles]:
         """What saves the engines of DeepSpeed."""
         found = [deepspeed.files_of(each) for each in self._accelerator._models]
-        return [each for each in found if each is not None]
+        return [each.files for each in found if each is not None]
 
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
         """What the saves of this process cost that were committed since the last call. wait: for

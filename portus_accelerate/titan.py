@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 import portus
 from portus.dcp import PortusStorageWriter, load
+from portus_accelerate import place
 from portus_accelerate.engine_files import tensors_of
 
 _log: Final = logging.getLogger("portus_accelerate")
 
-_STEP: Final = re.compile(r"step-(\d+)")
+_STEP: Final = re.compile(r"step-\d+")
 """TorchTitan's name of a checkpoint."""
 
 _WRITER: Final = "_portus_writer"
@@ -78,12 +79,7 @@ class _SaveFuture(Future[None]):
 
 def steps_in(folder: str) -> list[str]:
     """Return the checkpoints in ``folder``, by their steps, the highest first."""
-    found = []
-    for name in os.listdir(folder) if os.path.isdir(folder) else ():
-        match = _STEP.fullmatch(name)
-        if match is not None:
-            found.append((int(match[1]), os.path.join(folder, name)))
-    return [path for _, path in sorted(found, reverse=True)]
+    return place.numbered_directories(folder, _STEP)[::-1] if os.path.isdir(folder) else []
 
 
 def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:

@@ -204,8 +204,7 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
 
 def _is_newest(checkpoint: str) -> bool:
     """True if none beside it is newer, by its step or by its time: Trainer goes by either."""
-    beside = place.numbered_directories(os.path.dirname(checkpoint))
-    steps = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
+    steps = place.numbered_directories(os.path.dirname(checkpoint), NAME)
     times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
     return steps[-1:] == times[-1:] == [checkpoint]
 
@@ -253,9 +252,8 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
     output, count = os.path.abspath(trainer.args.output_dir), trainer.args.world_size
     is_here = os.path.isdir(output)  # for this process: it still takes part in what all do
     beside = saver.loader.as_main_says(
-        output, place.numbered_directories(output) if is_here else []
+        output, place.numbered_directories(output, NAME) if is_here else []
     )
-    beside = [path for path in beside if NAME.fullmatch(os.path.basename(path))]
     if not beside:
         return asked  # Trainer says that there is none
     own = "rng_state.pth" if count == 1 else f"rng_state_{trainer.args.process_index}.pth"

@@ -20,6 +20,7 @@ from typing import Any, Final
 import portus
 from portus_accelerate import data
 from portus_accelerate.saver import saver_of
+from portus_accelerate.settings import ACCELERATE
 
 KEY: Final = "portus_data"
 """Where it is in a file of random states: {"format": 1, "epoch": how many are done, "processes":
@@ -182,12 +183,8 @@ def _read_saved(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] 
     found = of_main
     if found is not None and found["processes"] == args.world_size > 1 and not is_of_main:
         found = _states(checkpoint, f"rng_state_{args.process_index}.pth") or found
-    if found is not None and found["format"] != _FORMAT:
-        raise portus.UsageError(
-            f"{checkpoint}: the position in the training data has format {found['format']}, "
-            f"and this Portus knows {_FORMAT}: upgrade Portus here, or set PORTUS_DISABLE=1, "
-            "and the run continues with other data"
-        )
+    if found is not None:
+        ACCELERATE.require_format("positions in data", found["format"], _FORMAT)
     return found
 
 

@@ -140,14 +140,10 @@ class CompanionHooks:
         saved = checkpoint.get(KEY)
         if saved is None:
             return
-        if saved["format"] != FORMAT:
-            if run_of(trainer) is None:  # as stock Lightning, which knows nothing of them
-                return
-            raise portus.UsageError(
-                f"the random numbers of this checkpoint have format {saved['format']}, and "
-                f"this Portus knows {FORMAT}: a newer one saved it. Upgrade Portus here, or "
-                "set PORTUS_DISABLE=1, and the run continues with other random numbers"
-            )
+        if run_of(trainer) is not None:
+            stock.LIGHTNING.require_format("random numbers", saved["format"], FORMAT)
+        elif saved["format"] != FORMAT:  # as stock Lightning, which knows nothing of them
+            return
         ranks = saved["ranks"]
         # More ranks than at the save: the new ones keep what the script seeded.
         if trainer.global_rank < len(ranks):

@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import torch
 
 import portus
+from portus_lightning import stock
 
 KEY: Final = "portus_data"
 """Where it is in a checkpoint: {"format": 1, "loaders": one state for each, "random": (ranks,
@@ -115,11 +116,7 @@ class TrainingData:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` says, once the loaders are there. Raises ``UsageError`` for a state
         of a newer Portus."""
-        if state.get("format") != _FORMAT:
-            raise portus.UsageError(
-                f"the position in the training data has format {state.get('format')!r}, and this "
-                f"Portus knows {_FORMAT}: resume with the Portus that saved it, or a newer one"
-            )
+        stock.LIGHTNING.require_format("positions in data", state.get("format"), _FORMAT)
         random = state["random"]
         # Of another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
         rank = self._trainer.global_rank if len(random) == self._trainer.world_size else 0

@@ -203,7 +203,6 @@ class RunFiles:
         self._new_files()  # says what makes no sense, now
         self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
-        self._has_begun = False
         self.chosen: str | None = None
         """The checkpoint that Lightning chose to go on from: if it is damaged, another one of its
         directory will do."""
@@ -263,7 +262,7 @@ class RunFiles:
         try:
             with self._guard:  # AsyncCheckpointIO saves on its own thread, also while this closes
                 needs_name = self.settings.has_mirror or self._pool_at is not None
-                if not self._has_begun and needs_name:  # no callback said where
+                if needs_name and not self.files.has_begun:  # no callback said where
                     self._begin_files(self._directory or os.path.dirname(path))
                 handle = self.files.save(checkpoint, path, step)
                 self._saved.pop(path, None)
@@ -424,7 +423,6 @@ class RunFiles:
     def _begin_files(self, directory: str) -> None:
         run = self.run_of(directory)
         self.files.begin(run.name, run.links, directory, self._resumed_step)
-        self._has_begun = True
 
     def _opened_shards(self, directory: str) -> PortusStorageWriter:
         """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
@@ -446,7 +444,6 @@ class RunFiles:
                 if each is not None:
                     closing.callback(each.close)
             self._made = self._shards = None
-            self._has_begun = False
 
 
 def _step_in(checkpoint: object) -> int | None:

@@ -209,12 +209,10 @@ def _fetch(trainer: Any, run: RunFiles) -> None:
     if trainer.world_size > 1 or in_shards:
         trainer.strategy.setup_environment()  # Lightning calls it again, for what is there then
     try:
-        found = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
-        directory = next(filter(None, found), None)
-        local = None if directory is None else stock.local_path(directory)
-        if local is not None and (in_shards or trainer.is_global_zero):
+        directories = directories_of(trainer)
+        if directories and (in_shards or trainer.is_global_zero):
             root = stock.local_path(trainer.default_root_dir)
-            run.fetch(root, local, in_shards=in_shards)
+            run.fetch(root, directories[0], in_shards=in_shards)
     finally:
         # Also if it failed: the other ranks are waiting.
         trainer.strategy.barrier()

@@ -57,3 +57,14 @@ class Framework:
         self.say_once(
             f"Portus cannot store this checkpoint, {self._name} saves it instead: {error}"
         )
+
+    @staticmethod
+    def require_format(what: str, found: object, known: int) -> None:
+        """Raise ``UsageError`` if ``what`` of a checkpoint is not of the format that is ``known``:
+        a newer Portus saved it."""
+        if found != known:
+            raise UsageError(
+                f"the {what} of this checkpoint have format {found!r}, and this Portus knows "
+                f"{known}: a newer one saved it. Upgrade Portus here, or set PORTUS_DISABLE=1, and "
+                f"the run continues with other {what}"
+            )
