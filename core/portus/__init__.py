@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from portus.reach.pools.resolve import is_reference as is_reference
     from portus.reach.pools.resolve import read_reference as read_reference
     from portus.reach.pools.view import PoolView as PoolView
-    from portus.reach.training.links import replace_link as replace_link
-    from portus.reach.training.pack import pack as pack
-    from portus.reach.training.pack import unpack as unpack
     from portus.reach.training.safetensors import Safetensors as Safetensors
     from portus.reach.training.safetensors import save_safetensors as save_safetensors
     from portus.reach.training.training_files import TrainingFiles as TrainingFiles
@@ -112,17 +109,14 @@ _MODULE_OF: Final = {
     "load": "portus.engine.paths.face",
     "local_path": "portus.reach.index.place",
     "open": "portus.reach.pools.view:PoolView",
-    "pack": "portus.reach.training.pack",
     "read_reference": "portus.reach.pools.resolve",
     "register_reference_loader": "portus._autoload",
-    "replace_link": "portus.reach.training.links",
     "restore_randomness": "portus.companions.loaders.randomness",
     "read_note": "portus.engine.loading.checkpoint_file",
     "save": "portus.engine.paths.face",
     "save_safetensors": "portus.reach.training.safetensors",
     "this_is_a_pointer_run_portus_export": "portus._autoload",
     "times_preempted": "portus.companions.job.preemption",
-    "unpack": "portus.reach.training.pack",
 }
 
 

@@ -15,6 +15,7 @@ import portus
 from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.loading.patterns import Matcher, part_of
 from portus.engine.state.pickling import pickle_state
+from portus.engine.state.walk import walk
 from portus.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("own_saver")
@@ -116,25 +117,9 @@ def test_a_row_is_asked_for_as_one_value() -> None:
     assert part_of(state, Matcher(["b.1"])) == {"b": [None, 2]}
 
 
-def test_memory_that_was_freed_is_not_packed() -> None:
+def test_memory_that_was_freed_is_refused() -> None:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(UsageError, match=r"^f: needs 16 bytes.*freed"):
-        portus.pack({"f": tensor})
+        walk({"f": tensor}, pickle_state({"f": tensor}).storages).refuse_freed()
     assert not tensor.untyped_storage().nbytes()
-
-
-def test_a_state_that_is_nested_too_deep_is_refused() -> None:
-    state: Any = {}
-    for _ in range(20_000):
-        state = {"a": state}
-    with pytest.raises(UsageError, match=r"too deep|recursion"):
-        portus.pack(state)
-
-
-def test_arrays_and_numbers_of_numpy_are_packed_for_any_numpy() -> None:
-    packed = portus.pack({"a": np.arange(3), "b": np.float64(1.5)})
-    assert b"numpy" not in packed
-    found: Any = portus.unpack(packed)
-    assert found["a"].tolist() == [0, 1, 2]
-    assert type(found["b"]) is np.float64

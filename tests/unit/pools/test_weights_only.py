@@ -144,3 +144,19 @@ def test_what_is_allowed_is_looked_for_in_linear_time() -> None:
     loadable = LoadCheck()
     state: dict[str, Any] = {"text": "c" * (1 << 21)}
     loadable.check(state, pickle_for_pool(state))
+
+
+def test_a_state_that_is_nested_too_deep_is_refused() -> None:
+    deep: Any = {}
+    for _ in range(20_000):
+        deep = {"a": deep}
+    with pytest.raises(UsageError, match=r"too deep|recursion"):
+        pickle_for_pool(deep)
+
+
+def test_arrays_and_numbers_of_numpy_are_pickled_for_any_numpy() -> None:
+    pickled = pickle_for_pool({"a": np.arange(3), "b": np.float64(1.5)}).pickle
+    assert b"numpy" not in pickled
+    found = unpickle(pickled, [])
+    assert found["a"].tolist() == [0, 1, 2]
+    assert type(found["b"]) is np.float64
