@@ -45,7 +45,7 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "portus": portus.__version__,
-        "helper in C": native.available(),
+        "helper in C": native.helper() is not None,
         "load": os.getloadavg()[0],
     }
 

@@ -40,7 +40,7 @@ import sys, portus, portus_in_torch, portus_lightning
 from portus.engine.copying import native
 for module in (portus, portus_in_torch, portus_lightning):
     assert module.__file__.startswith(sys.prefix), module.__file__
-print(portus.__version__, native.available())
+print(portus.__version__, native.helper() is not None)
 """
 
 LOADED: Final = """

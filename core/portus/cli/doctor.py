@@ -22,7 +22,8 @@ from portus.cli.machine import Machine, MachineFinding
 from portus.cli.options import Texts, argument
 from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, refuse_pointer
-from portus.engine.copying.local import Source, Stop, copy
+from portus.engine.copying.local import copy
+from portus.engine.copying.segments import Source, Stop
 from portus.engine.image.image import Image
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent

@@ -75,11 +75,11 @@ def test_a_file_that_is_no_helper_is_refused_aloud(
 def test_the_helper_beside_its_source_was_compiled_from_it() -> None:
     if not os.path.exists(native.PATH):
         pytest.skip("there is none; without a C compiler none can be")
-    assert native.available(), "python core/build_native.py compiles it anew"
+    assert native.helper() is not None, "python core/build_native.py compiles it anew"
 
 
 def test_without_a_helper_pure_python_does_the_work() -> None:
-    assert isinstance(best_engine(), native.Helper if native.available() else PurePython)
+    assert isinstance(best_engine(), native.Helper if native.helper() is not None else PurePython)
 
 
 # The build.

@@ -162,7 +162,7 @@ os.waitpid(-1, 0)
 
 
 OF_C = pytest.param(
-    "fork of C", marks=pytest.mark.skipif(not native.available(), reason="no helper in C")
+    "fork of C", marks=pytest.mark.skipif(native.helper() is None, reason="no helper in C")
 )
 
 

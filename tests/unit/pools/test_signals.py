@@ -283,7 +283,7 @@ def test_forked_children_leave_the_pool_to_their_parent(path: Path, tmp_path: Pa
 
 
 OF_C = pytest.param(
-    "fork of C", marks=pytest.mark.skipif(not native.available(), reason="no helper in C")
+    "fork of C", marks=pytest.mark.skipif(native.helper() is None, reason="no helper in C")
 )
 
 

@@ -12,12 +12,11 @@ the source held at one moment is for the fence and the guard. When a call raises
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeGuard
 
 import numpy as np
@@ -35,34 +34,15 @@ from portus.engine.copying.segments import (
     Source,
     Sources,
     Stop,
-    StoppedError,
     bytes_at,
     cut,
 )
 from portus.engine.copying.segments import memory as _view
 from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.media.file_calls import write_all
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
-
-__all__ = [
-    "Digests",
-    "Engine",
-    "PurePython",
-    "Source",
-    "Sources",
-    "Stop",
-    "StoppedError",
-    "check",
-    "copy",
-    "fetch",
-    "hash_sources",
-    "load_stored",
-    "read_stored",
-    "same_bytes",
-    "storing",
-    "sum_sources",
-]
 
 BATCH: Final = 128 << 20
 """Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
@@ -129,7 +109,6 @@ class PurePython:
         file: int = -1,
         kept: ctypes.c_int64 | None = None,
     ) -> None:
-        """See ``Engine``."""
         places = segments.address if target is None else target
         columns = (segments.row, segments.address, places, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -155,14 +134,13 @@ class PurePython:
                     if kept is not None and _is_there(file, moved, target_start + start):
                         kept.value += step
                     elif file >= 0:
-                        _write_all(file, moved, target_start + start)
+                        write_all(file, moved, target_start + start)
                     stop.add(step)
             digests[row] = np.frombuffer(hasher.digest(), np.uint8)
             if crcs is not None:
                 crcs[row] = crc
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
-        """See ``Engine``."""
         columns = (segments.address, target, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for source_start, target_start, length in rows:
@@ -291,10 +269,7 @@ def fetch(
     columns = _columns(targets).require(addresses=True, extents=True)
     if isinstance(medium, RemoteMedium):
         return medium.fetch(columns, stop)
-    segments, digests = cut(columns)
-    call = _Call(medium, engine or best_engine(), digests, stop)
-    _arrive(call, segments, keep=True)
-    return digests
+    return _arrive(medium, columns, stop, engine, keep=True)
 
 
 def check(
@@ -304,29 +279,17 @@ def check(
     *,
     engine: Engine | None = None,
 ) -> Digests:
-    """The digests of what the extents of ``sources`` hold; their addresses are ignored.
-
-    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
-    raises.
-    """
+    """The digests of what the extents of ``sources`` hold; their addresses are ignored. Blocks and
+    raises as ``fetch``."""
     columns = _columns(sources).require(addresses=False, extents=True)
     if isinstance(medium, RemoteMedium):
         return medium.check(columns, stop)
-    segments, digests = cut(columns)
-    call = _Call(medium, engine or best_engine(), digests, stop)
-    _arrive(call, segments, keep=False)
-    return digests
+    return _arrive(medium, columns, stop, engine, keep=False)
 
 
 def best_engine() -> Engine:
     """The helper if it can be used, else pure Python."""
     return native.helper() or PurePython()
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], offset + done)
 
 
 def _is_there(file: int, data: memoryview, offset: int) -> bool:
@@ -357,26 +320,21 @@ def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
     return getattr(medium, "address", None) is not None
 
 
-@contextlib.contextmanager
-def storing(medium: MappedMedium, segments: Segments) -> Iterator[Column]:
-    """The address in ``medium`` of each segment, to be stored to while this is open. What was
-    changed counts as stored then, also if it was not all. Raises what the medium raises."""
+def _addresses_in(medium: MappedMedium, segments: Segments) -> Column:
+    """Return the address of each segment. One for all: a mapping is one range, and stays put."""
     box = segments.box()
-    # One address for all: a mapping is one range, and stays where it is.
-    place = segments.offset + (medium.address(box) - box.offset)
-    runs = segments.runs()
-    for run in runs:
-        medium.expect(run)
-    try:
-        yield place
-    finally:
-        for run in runs:
-            medium.wrote(run)
+    return segments.offset + (medium.address(box) - box.offset)
 
 
 def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
-    with storing(medium, batch) as target:
-        call.engine.move(batch, target, call.digests, call.stop, call.crcs)
+    place, runs = _addresses_in(medium, batch), batch.runs()
+    for run in runs:
+        medium.expect(run)
+    try:
+        call.engine.move(batch, place, call.digests, call.stop, call.crcs)
+    finally:  # what was changed counts as stored, also if it was not all
+        for run in runs:
+            medium.wrote(run)
 
 
 def _scratch(segments: Segments) -> Buffer:
@@ -414,11 +372,16 @@ def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
         call.crcs[unit.row[0]] = crc
 
 
-def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:
-    """Load all segments and hash them, and leave them at their addresses if they are to be kept."""
-    if len(segments) and _is_memory(call.medium, segments):
-        _arrive_from_memory(call, segments, keep=keep)
-        return
+def _arrive(
+    medium: Medium, sources: Sources, stop: Stop, engine: Engine | None, *, keep: bool
+) -> Digests:
+    """Load all sources and hash them, and leave them at their addresses if they are to be kept."""
+    segments, digests = cut(sources)
+    call = _Call(medium, engine or best_engine(), digests, stop)
+    if len(segments) and _is_memory(medium, segments):
+        # One call of the engine: each ends with a wait for its second thread, of low priority.
+        _move_arrived(call, segments, _addresses_in(medium, segments), keep=keep)
+        return digests
 
     def work(batches: Iterator[Segments]) -> None:
         scratch = _scratch(segments)
@@ -426,13 +389,15 @@ def _arrive(call: _Call, segments: Segments, *, keep: bool) -> None:
             if batch.size + PAGE * len(batch) > SCRATCH:
                 _arrive_unit(call, batch, scratch, keep=keep)
             else:
-                _arrive_small(call, batch, scratch, keep=keep)
+                place = _load(medium, batch, scratch, stop)
+                _move_arrived(call, batch, place, keep=keep)
 
     batches = segments.batches(SCRATCH, gap=PAGE)
     if _gains_by_two(segments, call.engine):
         _together(work, batches)
     else:
         work(batches)
+    return digests
 
 
 def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
@@ -440,22 +405,10 @@ def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
     if not _is_mapped(medium) or not medium.info.volatile:
         return False
     try:
-        medium.address(segments.box())
+        _addresses_in(medium, segments)
     except MediumError:  # poisoned for writing; it can still be loaded from
         return False
     return True
-
-
-def _arrive_from_memory(call: _Call, segments: Segments, *, keep: bool) -> None:
-    """Hash the medium's own bytes, and copy them where they go in the same pass."""
-    assert _is_mapped(call.medium)
-    # One call of the engine: each ends with a wait for its second thread, whose priority is low.
-    box = segments.box()
-    place = segments.offset + (call.medium.address(box) - box.offset)
-    there = Segments(
-        address=place, offset=segments.offset, length=segments.length, row=segments.row
-    )
-    call.engine.move(there, segments.address if keep else None, call.digests, call.stop)
 
 
 def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
@@ -470,10 +423,9 @@ def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) ->
     call.digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
 
 
-def _arrive_small(call: _Call, batch: Segments, scratch: Buffer, *, keep: bool) -> None:
-    """Many small units: loaded together, then hashed and copied from there."""
-    places = _load(call.medium, batch, scratch, call.stop)
-    arrived = Segments(address=places, offset=batch.offset, length=batch.length, row=batch.row)
+def _move_arrived(call: _Call, batch: Segments, place: Column, *, keep: bool) -> None:
+    """Hash what is at ``place``, and copy it where it goes in the same pass."""
+    arrived = replace(batch, address=place)
     call.engine.move(arrived, batch.address if keep else None, call.digests, call.stop)
 
 

@@ -92,12 +92,11 @@ class Helper:
         file: int = -1,
         kept: ctypes.c_int64 | None = None,
     ) -> None:
-        """See ``local.Engine``."""
         size = segments.size
         # The most it may use: the helper itself looks at ``stop.awaited`` while it works, and
         # starts the second thread only once somebody waits.
         threads = int(size >= PATIENT_THREAD_MIN)
-        if size >= SECOND_THREAD_MIN and _processors() > 1:
+        if size >= SECOND_THREAD_MIN and len(os.sched_getaffinity(0)) > 1:
             threads = 2
         result = self._library.portus_move(
             self._hash,
@@ -120,7 +119,6 @@ class Helper:
             stop.check()
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
-        """See ``local.Engine``."""
         equal = self._library.portus_same(
             len(segments),
             *(_pointer(column) for column in (segments.address, target, segments.length)),
@@ -162,11 +160,6 @@ def helper() -> Helper | None:
     return load(PATH)
 
 
-def available() -> bool:
-    """True if copies in this process use the helper."""
-    return helper() is not None
-
-
 def _xxhash_path() -> str:
     path = getattr(getattr(xxhash, "_xxhash", None), "__file__", None)
     if not isinstance(path, str):
@@ -195,11 +188,6 @@ def _declare(library: ctypes.CDLL) -> None:
     library.portus_close_in_children.argtypes = [pointer, number]
     for name in ("abi", "move", "same", "close_in_children"):
         getattr(library, f"portus_{name}").restype = number
-
-
-def _processors() -> int:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _pointer(column: Column | None) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -199,23 +199,13 @@ class Segments:
         """Bytes of all of them."""
         return int(self.length.sum())
 
-    def part(self, start: int, stop: int) -> Segments:
-        """The segments from ``start`` to before ``stop``, not copied."""
-        cut = slice(start, stop)
+    def part(self, which: slice | Column | NDArray[np.bool_]) -> Segments:
+        """Some segments, by places or a mask; each keeps its row. Those of a slice are views."""
         return Segments(
-            address=self.address[cut],
-            offset=self.offset[cut],
-            length=self.length[cut],
-            row=self.row[cut],
-        )
-
-    def where(self, mask: NDArray[np.bool_]) -> Segments:
-        """The segments of a mask; each keeps its row."""
-        return Segments(
-            address=self.address[mask],
-            offset=self.offset[mask],
-            length=self.length[mask],
-            row=self.row[mask],
+            address=self.address[which],
+            offset=self.offset[which],
+            length=self.length[which],
+            row=self.row[which],
         )
 
     def of_units(self, rows: Column) -> Segments:
@@ -223,14 +213,8 @@ class Segments:
         counted anew."""
         first = np.searchsorted(self.row, rows, "left")
         counts = np.searchsorted(self.row, rows, "right") - first
-        before = np.cumsum(counts) - counts
-        index = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
-        return Segments(
-            address=self.address[index],
-            offset=self.offset[index],
-            length=self.length[index],
-            row=np.repeat(np.arange(len(rows)), counts),
-        )
+        index = ranges(first, counts)
+        return replace(self.part(index), row=np.repeat(np.arange(len(rows)), counts))
 
     def pieces(self, size_max: int) -> Segments:
         """Return the same bytes in segments of ``size_max`` at most, each taken for a unit."""
@@ -259,7 +243,7 @@ class Segments:
         start = unit = done = 0
         while start < len(self):
             unit = max(unit + 1, int(np.searchsorted(bytes_before, done + size_max, "right")))
-            yield self.part(start, int(ends[unit - 1]))
+            yield self.part(slice(start, int(ends[unit - 1])))
             start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
 
     def sources_at(self, place: Column) -> Sources:

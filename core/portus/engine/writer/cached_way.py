@@ -67,7 +67,7 @@ class CachedWay:
         """Copy segments, each a unit, to their offsets."""
         seem = self._seem_there(segments)
         for some, move in ((~seem, self._move), (seem, self._keep)):
-            for batch in segments.where(some).batches(BATCH):
+            for batch in segments.part(some).batches(BATCH):
                 move(engine, batch, digests, crcs, stop)
                 if not self._volatile:
                     self._tasks.run(partial(self._start_writeback, batch.box()))

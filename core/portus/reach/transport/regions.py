@@ -310,7 +310,7 @@ class Parts:
         owner = owners(sources.length)[segments.row]
         chosen = is_small[owner]
         crcs = np.zeros(len(digests), np.uint32)
-        small, big = segments.where(chosen), segments.where(~chosen)
+        small, big = segments.part(chosen), segments.part(~chosen)
         return cls(small, place[owner][chosen], big, digests, crcs)
 
     def gather(self, stop: Stop) -> None:
