@@ -29,13 +29,13 @@ def test_each_way_is_tried_and_then_the_faster_one_is_taken(faster: Way, is_spar
     assert sorted(first) == sorted([*Way, *Way])
     later = used(ways, kind, seconds, 2 * AGAIN)
     assert later.count(faster) == 2 * AGAIN - 2
-    assert ways.preferred_way(kind) is faster
+    assert ways.choose(kind, 0) is faster
 
 
 def test_the_usual_way_is_taken_unless_the_other_is_faster_by_far() -> None:
     ways, kind = Ways(), Kind(1, True)
     used(ways, kind, {Way.CACHED: 1.0, Way.DIRECT: 0.8}, 20)
-    assert ways.preferred_way(kind) is Way.CACHED
+    assert ways.choose(kind, 0) is Way.CACHED
     assert list(ways.speeds(kind)) == [Way.CACHED, Way.DIRECT]
 
 
@@ -43,23 +43,23 @@ def test_one_slow_file_does_not_decide() -> None:
     ways, kind = Ways(), Kind(1, True)
     used(ways, kind, {Way.CACHED: 1.0, Way.DIRECT: 1.5}, 12)
     ways.took(kind, Way.CACHED, SIZE, 100.0)
-    assert ways.preferred_way(kind) is Way.CACHED
+    assert ways.choose(kind, 0) is Way.CACHED
 
 
 def test_a_disk_that_changes_changes_the_way() -> None:
     ways, kind = Ways(), Kind(1, False)
     used(ways, kind, {Way.CACHED: 2.0, Way.DIRECT: 1.0}, 20)
-    assert ways.preferred_way(kind) is Way.DIRECT
+    assert ways.choose(kind, 0) is Way.DIRECT
     used(ways, kind, {Way.CACHED: 2.0, Way.DIRECT: 9.0}, 20)
-    assert ways.preferred_way(kind) is Way.CACHED
+    assert ways.choose(kind, 0) is Way.CACHED
 
 
 def test_file_systems_and_kinds_of_files_are_measured_apart() -> None:
     ways = Ways()
     used(ways, Kind(1, False), {Way.CACHED: 1.0, Way.DIRECT: 2.0}, 4)
-    assert ways.preferred_way(Kind(1, False)) is Way.CACHED
-    assert ways.preferred_way(Kind(2, False)) is Way.DIRECT
-    assert ways.preferred_way(Kind(1, True)) is Way.CACHED
+    assert ways.choose(Kind(1, False), 0) is Way.CACHED
+    assert ways.choose(Kind(2, False), 0) is Way.DIRECT
+    assert ways.choose(Kind(1, True), 0) is Way.CACHED
 
 
 def test_small_files_say_nothing() -> None:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from portus.companions.job.clock import Clock
-from portus.engine.fence.device import DeviceRoom, Timeline
+from portus.engine.fence.device import CopyChoice, DeviceRoom, Timeline
 from portus.engine.pipeline.run import Save
 
 
-class Placing:
+class Placing(CopyChoice):
     """The ``CopyChoice`` of the saves of one model. ``now``: as for ``Clock``."""
 
     def __init__(self, now: Callable[[], float] | None = None) -> None:

@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -21,6 +22,9 @@ from portus.engine.media import linux
 from portus.engine.media.file_calls import OUT_OF_SPACE, write_all
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, printable
+
+if sys.platform != "win32":
+    import fcntl
 
 _TRIES: Final = 10
 """A folder is made again when somebody removed it before it was opened, this often."""
@@ -239,8 +243,6 @@ class Linux:
         return True
 
     def lock(self, file: Descriptor) -> bool:
-        import fcntl  # not where Linux is missing
-
         with _translate(file.path):
             try:
                 # Not a lock of fcntl, which ends when any descriptor of the file is closed:
@@ -252,8 +254,6 @@ class Linux:
 
     def is_unused(self, file: Descriptor) -> bool:
         """Ask for a write lease, which the kernel grants to the only one who has the file open."""
-        import fcntl
-
         try:
             # A lease knows nothing of other machines that mount the file system.
             if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:

@@ -31,7 +31,7 @@ class _Ring:
         self.buffers: Final = [
             torch.empty(UNIT, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
         ]
-        self.arrived: Final = [_event() for _ in range(2)]
+        self.arrived: Final = [torch.cuda.Event() for _ in range(2)]
 
 
 _rings: Final[dict[torch.device, _Ring]] = {}
@@ -48,12 +48,11 @@ class DeviceFeed:
 
     @property
     def there(self) -> OnDevice:
-        """See ``Feed``."""
         storage = self._storage
         return OnDevice(storage.device.index, storage.data_ptr(), storage)
 
     def await_device(self) -> None:
-        """See ``Feed``. Others run meanwhile."""
+        # Others run meanwhile.
         self._ready.synchronize()
 
     @contextlib.contextmanager
@@ -109,7 +108,6 @@ class DeviceTimeline:
         return event
 
     def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float | None:
-        """See ``Timeline``."""
         return 1e-3 * first.elapsed_time(second) if second.query() else None
 
 
@@ -126,31 +124,19 @@ class DeviceRoom:
         return self.free > self.size
 
 
-class CopyChoice(Protocol):
-    """Where storages of a device are copied first."""
+class CopyChoice:
+    """Where storages of a device are copied first: on the device whenever there is room, whatever
+    a save or a copy costs."""
 
     def on_device(self, room: DeviceRoom) -> bool:
         """Return True to copy all of them into spare memory of the device."""
+        return room.is_enough
 
     def begins(self, save: Save) -> None:
         """Note that a save has begun, whose storages were copied as this said."""
 
     def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Record when the copy started and when it ended, as marks of ``timeline``."""
-
-
-class CopyWhereItFits:
-    """The choice to copy on the device whenever there is room."""
-
-    def on_device(self, room: DeviceRoom) -> bool:
-        """See ``CopyChoice``."""
-        return room.is_enough
-
-    def begins(self, save: Save) -> None:
-        """Do nothing: what a save costs does not matter here."""
-
-    def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
-        """Do nothing: how long a copy takes does not matter here."""
 
 
 def feeds_of(
@@ -179,7 +165,7 @@ def feeds_of(
             cloned = _clone(mine, device, choice)
             copies |= cloned.keys()
             mine |= cloned
-        ready = _event()
+        ready = torch.cuda.Event()
         # After the clones, which are on the same stream.
         ready.record(torch.cuda.current_stream(device))
         feeds |= {i: DeviceFeed(storage, ready) for i, storage in mine.items() if storage.nbytes()}
@@ -206,7 +192,3 @@ def _clone(
         return {}
     choice.note_copy(timeline, first, timeline.mark())
     return cloned
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from portus.engine.extensions import PLACING, extension
-from portus.engine.fence.device import CopyChoice, CopyWhereItFits, DeviceFeed, feeds_of
+from portus.engine.fence.device import CopyChoice, DeviceFeed, feeds_of
 from portus.engine.fence.fence import steps_seen
 from portus.engine.fence.writers import classify, pointer, with_kin
 from portus.engine.media import write_watch
@@ -98,7 +98,7 @@ class CopyPlanner:
     def _choice(self) -> CopyChoice:
         if self._placing is None:
             is_forced = self._mode is SnapshotMode.DEVICE
-            self._placing = CopyWhereItFits() if is_forced else extension(PLACING)()
+            self._placing = CopyChoice() if is_forced else extension(PLACING)()
         return self._placing
 
 

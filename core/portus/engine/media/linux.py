@@ -14,6 +14,9 @@ import struct
 import sys
 from typing import Final
 
+if sys.platform != "win32":
+    import fcntl
+
 PROT_NONE: Final = 0
 PROT_READ: Final = 1
 PROT_WRITE: Final = 2
@@ -178,8 +181,6 @@ def file_system_type(descriptor: int) -> int | None:
 
 def may_share_blocks(descriptor: int) -> bool:
     """True unless the xfs that holds the file says that it was made without reflink."""
-    import fcntl
-
     try:
         answer = fcntl.ioctl(descriptor, _XFS_IOC_FSGEOMETRY_V4, bytes(_XFS_GEOMETRY.size))
     except OSError:
@@ -214,8 +215,6 @@ _PROCMAP_SHARED: Final = 8 | 16  # VMA_SHARED, COVERING_OR_NEXT_VMA
 def open_write_watch() -> int:
     """userfaultfd(2) that notes writes by itself (``WP_ASYNC``, Linux 6.7) and needs no privilege.
     Returns a descriptor, for memory of this process alone: a forked child must not use it."""
-    import fcntl
-
     number = _USERFAULTFD.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -232,15 +231,11 @@ def open_write_watch() -> int:
 
 def register_pages(watch: int, start: int, length: int) -> None:
     """Let ``protect_pages`` be said of whole pages. They stay so until they are unmapped."""
-    import fcntl
-
     fcntl.ioctl(watch, _UFFDIO_REGISTER, struct.pack("=QQQQ", start, length, _UFFD_WP, 0))
 
 
 def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
     """Start (``on``) or stop noting writes to these pages. ENOENT: not registered."""
-    import fcntl
-
     fcntl.ioctl(watch, _UFFDIO_WRITEPROTECT, struct.pack("=QQQ", start, length, int(on)))
 
 
@@ -262,8 +257,6 @@ def _scan(
 ) -> list[tuple[int, int]]:
     """Runs of pages by their categories: those inverted, those all needed, those of which one is,
     and by which runs are told apart."""
-    import fcntl
-
     found: list[tuple[int, int]] = []
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()
     end = start + length
@@ -281,8 +274,6 @@ def shared_mappings(maps: int, start: int, end: int) -> list[tuple[int, int]]:
     """Memory (start, end) that is mapped to be shared with other processes, in order: all mappings
     that have bytes from ``start`` to before ``end``. ``maps``: ``/proc/self/maps``, opened by this
     process. ENOTTY before Linux 6.11."""
-    import fcntl
-
     found: list[tuple[int, int]] = []
     while True:  # ends: each turn begins where the last one's memory ends
         asked = _PROCMAP.pack(_PROCMAP.size, _PROCMAP_SHARED, start, 0, 0)

@@ -206,8 +206,7 @@ class Descriptor:
             except OSError as error:
                 _log.warning("%s: closed, with an error: %s", self.path, error.strerror)
 
-    def leave(self) -> None:
-        self.close()
+    leave = close
 
     def _is_here(self) -> bool:
         """False in a forked child in which it was closed by C."""

@@ -86,7 +86,8 @@ class Save:
     def __init__(
         self, snapshot: Snapshot, draft: Draft, owner: SaveOwner, asked_s: float | None = None
     ) -> None:
-        self._stats: Final = SaveStats(state_bytes=int(snapshot.length.sum()))
+        self.stats = SaveStats(state_bytes=int(snapshot.length.sum()))
+        """The cost of this save so far."""
         self.reported = False
         """True once somebody was told why it failed."""
         self.is_in_doubt = False
@@ -111,7 +112,8 @@ class Save:
         self._stage = Stage.PLANNED
         self._reading = False
         self._has_told = False
-        self._error: PortusError | None = None
+        self.error: PortusError | None = None
+        """Why it failed, if it did."""
         self._info: VersionInfo | None = None
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
@@ -133,7 +135,7 @@ class Save:
             # First: it notes the state at the call, and copying the early storages takes time.
             if len(here := self._late_here()):
                 self._audit = self._owner.audit(self._late(here), self._stop)
-            self._stats.guard = self._audit.way.value if self._audit is not None else ""
+            self.stats.guard = self._audit.way.value if self._audit is not None else ""
             self._copy(np.flatnonzero(~late))
         except BaseException as error:
             self.fail(error)
@@ -168,7 +170,7 @@ class Save:
             return
         with self._lock:
             if self._stage < Stage.COMMITTED:
-                self._error = error if isinstance(error, PortusError) else _as_ours(error)
+                self.error = error if isinstance(error, PortusError) else _as_ours(error)
                 self._stage = Stage.FAILED
             self._copied.notify_all()
             self._ended.notify_all()
@@ -198,7 +200,7 @@ class Save:
         try:
             return self._wait_for_copy(timeout_s)
         finally:
-            self._stats.fence_s += time.perf_counter() - start
+            self.stats.fence_s += time.perf_counter() - start
 
     def _wait_for_copy(self, timeout_s: float) -> bool:
         with self._lock:
@@ -206,10 +208,10 @@ class Save:
             if self._copied.wait_for(lambda: self._stage >= Stage.COPIED, timeout_s):
                 return True
             self._stage = Stage.FAILED
-            self._error = AbandonedError(
+            self.error = AbandonedError(
                 f"save of step {self._snapshot.step} given up: its copy did not finish within "
                 f"the fence_timeout of {timeout_s:g} s ({self._stop.bytes_done} of "
-                f"{self._stats.state_bytes} bytes done). Older versions are untouched; check "
+                f"{self.stats.state_bytes} bytes done). Older versions are untouched; check "
                 f"the medium {self.draft.name}"
             )
             self._stop.set()
@@ -225,16 +227,6 @@ class Save:
         """True when it is committed, failed or given up."""
         return self._stage >= Stage.COMMITTED
 
-    @property
-    def stats(self) -> SaveStats:
-        """The cost of this save so far."""
-        return self._stats
-
-    @property
-    def error(self) -> PortusError | None:
-        """Why it failed, if it did."""
-        return self._error
-
     @calls.mark
     def join(self) -> None:
         """See ``SaveHandle.join``."""
@@ -245,9 +237,9 @@ class Save:
         """See ``SaveHandle.wait``."""
         if not self._await_end(timeout_s):
             raise TimeoutError(f"save of step {self.step}: not durable within {timeout_s:g} s")
-        if self._error is not None:
+        if self.error is not None:
             self.reported = True
-            raise self._error
+            raise self.error
         assert self._info is not None
         return self._info
 
@@ -278,9 +270,9 @@ class Save:
             some = rest[ways[rest] == way]
             if len(some):
                 move(some)
-        self._stats.copied_bytes += int(self._snapshot.length[rest].sum())
-        self._stats.bounced_bytes = self.draft.bounced_bytes
-        self._stats.copy_s += time.perf_counter() - start
+        self.stats.copied_bytes += int(self._snapshot.length[rest].sum())
+        self.stats.bounced_bytes = self.draft.bounced_bytes
+        self.stats.copy_s += time.perf_counter() - start
 
     def _copy_from_here(self, indices: Column) -> None:
         address = self._snapshot.address[indices]
@@ -296,7 +288,7 @@ class Save:
         equal = equal_storages(found, self._digests_of(indices), lengths)
         changed = np.delete(indices, equal)
         if len(changed):
-            self._stats.inexact_bytes += int(self._snapshot.length[changed].sum())
+            self.stats.inexact_bytes += int(self._snapshot.length[changed].sum())
             self.inexact.extend(changed.tolist())
 
     def _copy_from_feeds(self, indices: Column) -> None:
@@ -334,14 +326,14 @@ class Save:
             return indices
         self._steady[equal] = True
         self._stored.append((equal, before.digests(equal)))
-        self._stats.shared_bytes += int(snapshot.length[equal].sum())
+        self.stats.shared_bytes += int(snapshot.length[equal].sum())
         return np.setdiff1d(indices, equal)
 
     def _find_equal(self, before: Previous, candidates: Column) -> Column:
         """Positions of candidates that have the same digests and the same bytes; reached then."""
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
-        self._stats.hashed_bytes += int(lengths.sum())
+        self.stats.hashed_bytes += int(lengths.sum())
         found = hash_sources(Sources.in_memory(address, lengths), self._stop)
         equal = equal_storages(found, before.digests(candidates), lengths)
         if not len(equal):
@@ -411,19 +403,19 @@ class Save:
             model=snapshot.model,
             step=snapshot.step,
             token=snapshot.token,
-            inexact=self._stats.inexact_bytes > 0,
+            inexact=self.stats.inexact_bytes > 0,
             metrics=self.metrics,
             keep=snapshot.keep,
         )
         # Only now is it known how much of it the spare had already.
-        self._stats.copied_bytes -= self.draft.kept_bytes
-        self._stats.shared_bytes += self.draft.kept_bytes
+        self.stats.copied_bytes -= self.draft.kept_bytes
+        self.stats.shared_bytes += self.draft.kept_bytes
         # From here on a failure does not mean that nothing was committed: a sync may fail after the
         # rename, or after the root was stored.
         self.is_in_doubt = True
         committed = self.draft.commit(labels, self._owner.before())
-        self._stats.commit_s = time.perf_counter() - start
-        self._stats.total_s = time.perf_counter() - self._asked_s
+        self.stats.commit_s = time.perf_counter() - start
+        self.stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()
         # Before waiters wake: they find everything that follows from the commit in order.
         self._owner.note_commit(self, committed, self._steady)
@@ -436,7 +428,7 @@ class Save:
         with self._lock:
             # A fence may have given up meanwhile; the lock decides which of the two was first.
             if self._stage is Stage.FAILED:
-                raise self._error or AbandonedError("given up")
+                raise self.error or AbandonedError("given up")
             self._stage = stage
             self._reading = stage is Stage.COPYING
             if stage is Stage.COPIED:

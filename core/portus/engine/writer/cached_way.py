@@ -54,7 +54,6 @@ class CachedWay:
 
     @property
     def kept_bytes(self) -> int:
-        """See the class."""
         return self._kept.value
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:

@@ -262,6 +262,9 @@ class FileDraft:
     the save.
     """
 
+    bounced_bytes: Final = 0
+    """Nothing goes through a socket."""
+
     def __init__(
         self,
         draft: DurableFiles,
@@ -279,11 +282,6 @@ class FileDraft:
     @property
     def name(self) -> str:
         return self._draft.path
-
-    @property
-    def bounced_bytes(self) -> int:
-        """Zero: nothing goes through a socket."""
-        return 0
 
     @property
     def kept_bytes(self) -> int:

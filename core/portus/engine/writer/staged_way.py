@@ -113,7 +113,7 @@ class StagedWay:
             whole = index >= 0
             whole[whole] = batch.offset[whole] < self._high[index[whole]]
             target = np.empty(len(batch), np.int64)
-            target[~whole] = self._address_of_rest(batch.offset[~whole])
+            target[~whole] = self._rest.ctypes.data + self._place_in_rest(batch.offset[~whole])
             if not whole.any():
                 engine.move(batch, target, digests, stop, crcs)
                 self._probe(batch, target)
@@ -175,9 +175,6 @@ class StagedWay:
         """Return when no write is in flight."""
         self._tasks.drain()
 
-    def _address_of_rest(self, offset: Column) -> Column:
-        return self._rest.ctypes.data + self._place_in_rest(offset)
-
     def _place_in_rest(self, offset: Column) -> Column:
         run = np.searchsorted(self._rest_offset, offset, "right") - 1
         place: Column = self._rest_at[run] + offset - self._rest_offset[run]
@@ -198,11 +195,12 @@ class StagedWay:
         has_last = np.flatnonzero((begin <= last) & (last < begin + batch.length))
         row, start = np.concatenate([row, has_last]), np.concatenate([each, last[has_last]])
         length = np.minimum(PROBE, self._lengths[owner[row]] - start)
-        data = np.zeros((len(row), PROBE), np.uint8)
-        by_length = np.argsort(length, kind="stable")
-        found = bytes_at((target[row] + start - begin[row])[by_length], length[by_length])
-        data[by_length[:, None], np.arange(PROBE)] = _rows(found, length[by_length])
-        self._probes.append((self._starts[owner[row]] + start, data))
+        order = np.argsort(length, kind="stable")  # as ``bytes_at`` is fast
+        rows = np.zeros((len(row), PROBE), np.uint8)  # with zeros behind shorter pieces
+        rows[np.arange(PROBE) < length[order, None]] = bytes_at(
+            (target[row] + start - begin[row])[order], length[order]
+        )
+        self._probes.append(((self._starts[owner[row]] + start)[order], rows))
 
     def _write(self, slot: Slot, runs: list[tuple[int, int, int]]) -> None:
         """Write ``runs`` from ``slot``, then give the slot back; on a thread of the ring."""
@@ -238,10 +236,3 @@ def _whole(image: Image) -> tuple[Column, Column]:
     kept = high - low >= _WHOLE_MIN
     order = np.argsort(low[kept], kind="stable")
     return low[kept][order], high[kept][order]
-
-
-def _rows(found: NDArray[np.uint8], length: Column) -> NDArray[np.uint8]:
-    """Pieces of bytes as rows of ``PROBE``, with zeros behind shorter ones."""
-    rows = np.zeros((len(length), PROBE), np.uint8)
-    rows[np.arange(PROBE) < length[:, None]] = found
-    return rows

@@ -94,11 +94,6 @@ class Ways:
                 times = self._took.setdefault((kind, way), deque(maxlen=_REMEMBERED))
                 times.append(seconds / size)
 
-    def preferred_way(self, kind: Kind) -> Way:
-        """Return the faster way so far."""
-        with self._lock:
-            return Way.CACHED if kind.device in self._refused else self._preferred_way(kind)
-
     def speeds(self, kind: Kind) -> dict[Way, int]:
         """Return what was measured of each way, in bytes per second: medians, the preferred way
         first."""
