@@ -157,11 +157,11 @@ class Publisher(Generic[File]):
                 self, folder, directory, folder.claim(), names, series, removed_elsewhere
             )
             self._drafts.append(draft)
-            self._spares_max = max(len(each.files) for each in self._drafts)
+            self._spares_max = max(len(each.names) for each in self._drafts)
             try:
                 self._hold(draft)
-                for file in draft.files:
-                    self._open(draft, file)
+                for name in names:
+                    self._open(draft, name)
             except BaseException:
                 self.abandon(draft)
                 raise
@@ -217,7 +217,7 @@ class Publisher(Generic[File]):
         nothing has changed, or the message says that it is uncertain. turn: held while the names
         change; what it raises forbids that."""
         with self._lock:
-            if len(draft.files) == 1:
+            if len(draft.names) == 1:
                 self._publish_one(draft, turn or contextlib.nullcontext())
             else:
                 self._publish_all(draft, turn or contextlib.nullcontext())
@@ -400,12 +400,12 @@ class Publisher(Generic[File]):
     def _hold(self, draft: Publication[File]) -> None:
         """Hold the newest of each series that this process saves, and of the draft's."""
         if draft.series not in self._newest:
-            found = self._newest_in(draft) if len(draft.files) == 1 else self._newest_beside(draft)
+            found = self._newest_in(draft) if len(draft.names) == 1 else self._newest_beside(draft)
             if found is not None:
                 self._newest[draft.series] = found
         here, there = draft.folder.path_of_base(), self._system.path_of(draft.directory.file)
         below = os.path.relpath(there, here) if here and there else "."
-        paths = [os.path.normpath(os.path.join(below, file.name)) for file in draft.files]
+        paths = [os.path.normpath(os.path.join(below, name)) for name in draft.names]
         # Not synced: only living processes read it. A start needs the symbolic links alone; on ext4
         # these survived a power cut that emptied this file (decision 0203).
         self._system.write(draft.record.file, b"\0".join(map(os.fsencode, paths)))
@@ -586,31 +586,34 @@ class Publisher(Generic[File]):
         system.close(file)
         return None
 
-    def _open(self, publication: Publication[File], draft: UnpublishedFile[File]) -> None:
-        """Open the file of a draft: the spare, if there is one that nobody reads, or a new one."""
-        system, folder = self._system, publication.folder
-        there = system.look(publication.directory.file, draft.name)
+    def _open(self, draft: Publication[File], name: str) -> None:
+        """Open a file of a draft: the spare, if there is one that nobody reads, or a new one."""
+        system, folder = self._system, draft.folder
+        there = system.look(draft.directory.file, name)
+        hidden = hidden_name(draft.record.token, DRAFT, len(draft.files))
         # A spare has its blocks, and perhaps its pages; fresh space is slow (decision 0203).
-        spare = self._spare_for(_series(draft.name))
+        spare = self._spare_for(_series(name))
         if spare is not None and self._is_free(spare, folder):
             # Its names are all hidden, so either of them may be there after a crash.
             try:
-                system.rename((spare.folder.make(), spare.name), (folder.make(), draft.hidden))
+                system.rename((spare.folder.make(), spare.name), (folder.make(), hidden))
             except MediumError:
                 self._drop_spare(spare)
                 raise
-            draft.note_file(spare.file, is_spare=True)
+            opened = UnpublishedFile(name, hidden, spare.file, True)
+            draft.files.append(opened)
             self._written.discard(spare.status.identity)
         else:
             if spare is not None:
                 self._drop_spare(spare)
-            draft.note_file(system.create(folder.make(), draft.hidden), is_spare=False)
-            system.lock(draft.file)
+            opened = UnpublishedFile(name, hidden, system.create(folder.make(), hidden), False)
+            draft.files.append(opened)
+            system.lock(opened.file)
         # As after ``torch.save``: the mode of the file that is replaced, else what the umask says.
         if there is not None and there.is_regular:
-            system.set_mode(draft.file, there.mode & 0o7777)
-        elif draft.is_spare:  # it has the mode of the file that it was
-            system.set_mode(draft.file, 0o666 & ~_umask())
+            system.set_mode(opened.file, there.mode & 0o7777)
+        elif opened.is_spare:  # it has the mode of the file that it was
+            system.set_mode(opened.file, 0o666 & ~_umask())
 
     def _spare_for(self, series: str) -> _Spare[File] | None:
         """Take the spare of a series; or, if there is but one, that one."""
@@ -641,19 +644,17 @@ class Publisher(Generic[File]):
         draft.is_over = True
         self._drafts.remove(draft)
         folder = draft.folder
-        if len(draft.files) > 1:
+        if len(draft.names) > 1:
             for kind in (REDO, MARK):
                 with contextlib.suppress(MediumError):
                     self._system.unlink(folder.make(), hidden_name(draft.record.token, kind))
-        for file in draft.files:
-            if file.is_open and not draft.is_published:
-                with contextlib.suppress(MediumError):
-                    self._system.unlink(folder.make(), file.hidden)
+        for file in () if draft.is_published else draft.files:
+            with contextlib.suppress(MediumError):
+                self._system.unlink(folder.make(), file.hidden)
         for hold in draft.holds:
             self._release(folder, hold)
         for file in draft.files:
-            if file.is_open:
-                self._system.close(file.file)
+            self._system.close(file.file)
         self._drop(folder, draft.record)
         self._close_unused()
 
@@ -676,33 +677,19 @@ class Publisher(Generic[File]):
             folder.remove_if_empty()
 
 
+@dataclass(frozen=True, slots=True)
 class UnpublishedFile(Generic[File]):
-    """A file in the making, under a hidden name. ``is_spare``: it has old bytes and blocks."""
+    """A file in the making, under a hidden name, open for reading and writing. ``is_spare``: it has
+    old bytes and blocks."""
 
-    def __init__(self, name: str, hidden: str) -> None:
-        self.name: Final = name
-        self.hidden: Final = hidden
-        self.is_spare = False
-        self._file: File | None = None
-
-    @property
-    def file(self) -> File:
-        """The open file, for reading and writing."""
-        assert self._file is not None, "a draft without its file"
-        return self._file
-
-    @property
-    def is_open(self) -> bool:
-        """True once its file is open."""
-        return self._file is not None
-
-    def note_file(self, file: File, *, is_spare: bool) -> None:
-        """Note the file."""
-        self._file, self.is_spare = file, is_spare
+    name: str
+    hidden: str
+    file: File
+    is_spare: bool
 
 
 class Publication(Generic[File]):
-    """Files in the making that become visible together."""
+    """Files in the making that become visible together. Its methods are those of ``Publisher``."""
 
     def __init__(
         self,
@@ -719,10 +706,9 @@ class Publication(Generic[File]):
         self.folder: Final = folder
         self.directory: Final = directory
         self.record: Final = record
-        self.files: Final[list[UnpublishedFile[File]]] = [
-            UnpublishedFile(name, hidden_name(record.token, DRAFT, number))
-            for number, name in enumerate(names)
-        ]
+        self.names: Final = names
+        self.files: Final[list[UnpublishedFile[File]]] = []
+        """Those that are open by now, in the order of the names."""
         self.holds: list[_Hold[File]] = []
         self.is_published = False
         self.is_over = False
@@ -731,24 +717,21 @@ class Publication(Generic[File]):
     @property
     def path(self) -> str:
         """Where the first file is to be, for messages; the directory of several."""
-        if len(self.files) == 1:
-            return self.path_of(self.files[0])
+        if len(self.names) == 1:
+            return self.path_of(self.names[0])
         return printable(self.directory.describe())
 
-    def path_of(self, file: UnpublishedFile[File]) -> str:
+    def path_of(self, name: str) -> str:
         """Where a file is to be, for messages."""
-        return printable(os.path.join(self.directory.describe(), file.name))
+        return printable(os.path.join(self.directory.describe(), name))
 
     def make_room(self, request: SaveRequest) -> bool:
-        """See ``Publisher.make_room``."""
         return self._publisher.make_room(request)
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
-        """See ``Publisher.publish``."""
         self._publisher.publish(self, turn)
 
     def abandon(self) -> None:
-        """See ``Publisher.abandon``."""
         self._publisher.abandon(self)
 
 

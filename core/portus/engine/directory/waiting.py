@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
@@ -47,16 +49,13 @@ def bases_of(directory: str) -> list[str]:
 
 def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> bool:
     pause_s = _PAUSE_MIN_S
-    try:
-        folder = HiddenFolder(Linux(), base)
-    except MediumError:
-        return True
-    try:
-        where = b"" if below == "." else os.fsencode(below)
-        wanted = None if name is None else os.path.join(where, os.fsencode(name))
+    where = b"" if below == "." else os.fsencode(below)
+    wanted = None if name is None else os.path.join(where, os.fsencode(name))
 
-        def is_wanted(path: bytes) -> bool:
-            return path == wanted if wanted is not None else os.path.dirname(path) == where
+    def is_wanted(path: bytes) -> bool:
+        return path == wanted if wanted is not None else os.path.dirname(path) == where
+
+    with contextlib.suppress(MediumError), _open_hidden(base) as folder:
 
         def in_flight() -> set[str]:
             found = folder.in_flight().items()
@@ -69,12 +68,6 @@ def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> 
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             awaited &= in_flight()  # a record says at first nothing, and may turn out to be another
-    except MediumError:
-        return True
-    finally:
-        # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
-        folder.forget()
-        folder.system.close(folder.base)
     return True
 
 
@@ -84,11 +77,23 @@ def in_flight(directory: str) -> set[str]:
     found: set[str] = set()
     for base in bases_of(directory):
         below = os.path.relpath(directory, base)
-        for path in _paths_in_flight(base):
-            where, name = os.path.split(os.fsdecode(path))
-            if where == ("" if below == "." else below):
-                found.add(name)
+        with contextlib.suppress(MediumError), _open_hidden(base) as folder:
+            for path in itertools.chain(*folder.in_flight().values()):
+                where, name = os.path.split(os.fsdecode(path))
+                if where == ("" if below == "." else below):
+                    found.add(name)
     return found
+
+
+@contextlib.contextmanager
+def _open_hidden(base: str) -> Iterator[HiddenFolder[Descriptor]]:
+    folder = HiddenFolder(Linux(), base)
+    try:
+        yield folder
+    finally:
+        # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
+        folder.forget()
+        folder.system.close(folder.base)
 
 
 def is_of_this_machine(directory: str) -> bool:
@@ -100,16 +105,3 @@ def is_of_this_machine(directory: str) -> bool:
     ):
         return linux.file_system_type(opened.number) in linux.LOCAL_TYPES
     return False
-
-
-def _paths_in_flight(base: str) -> list[bytes]:
-    """Return the paths that locked records name in the hidden folder of ``base``; none if it cannot
-    be read."""
-    with contextlib.suppress(MediumError):
-        folder = HiddenFolder(Linux(), base)
-        try:
-            return [path for paths in folder.in_flight().values() for path in paths]
-        finally:
-            folder.forget()  # not ``close``, as in ``_wait_in``
-            folder.system.close(folder.base)
-    return []

@@ -333,7 +333,7 @@ class FileSaver:
             files = [
                 ImageFile(
                     draft.file.number,
-                    unpublished.path_of(draft),
+                    unpublished.path_of(draft.name),
                     image,
                     is_spare=draft.is_spare,
                     ring=self.shared.ring,
