@@ -60,7 +60,6 @@ class Stop:
         self._shared[0] = 1
 
     def is_set(self) -> bool:
-        """True once asked."""
         return self._shared[0] != 0
 
     def check(self) -> None:
@@ -149,7 +148,6 @@ class Sources:
 
     @property
     def size(self) -> int:
-        """Bytes of all sources together."""
         return int(self.length.sum())
 
     def require(self, *, addresses: bool, extents: bool) -> Sources:
@@ -196,7 +194,6 @@ class Segments:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
         return int(self.length.sum())
 
     def part(self, which: slice | Column | NDArray[np.bool_]) -> Segments:

@@ -96,7 +96,6 @@ class OpenDirectory(Generic[File]):
         return self.system.path_of(self.file) or "a deleted directory"
 
     def close(self) -> None:
-        """Close the descriptor."""
         self.system.close(self.file)
 
 

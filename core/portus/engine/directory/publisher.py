@@ -34,7 +34,7 @@ import re
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Generic
 
 from portus.engine.directory import redo
@@ -301,7 +301,9 @@ class Publisher(Generic[File]):
                 return
             for hold in draft.holds:
                 with contextlib.suppress(MediumError):
-                    self._put_back(draft.folder, hold)
+                    where = self._system.path_of(hold.of.directory.file)
+                    if where is not None:
+                        restore(draft.folder, hold.name, os.path.join(where, hold.of.name))
             self._end(draft)
 
     def drop_spare(self) -> bool:
@@ -498,11 +500,6 @@ class Publisher(Generic[File]):
         found = self._system.look(directory.file, newest[1])
         return None if found is None else _NewestFile(directory, newest[1], found.identity)
 
-    def _put_back(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
-        where = self._system.path_of(hold.of.directory.file)
-        if where is not None:
-            restore(folder, hold.name, os.path.join(where, hold.of.name))
-
     def _release(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
         """Remove a hidden link, or make it the spare if it is the last name of a file of ours."""
         try:
@@ -516,7 +513,7 @@ class Publisher(Generic[File]):
         if spare is not None:
             self._spares.append(spare)
         while len(self._spares) > self._spares_max:
-            smallest = min(self._spares, key=_size)
+            smallest = min(self._spares, key=lambda each: each.status.size)
             self._spares.remove(smallest)
             self._drop_spare(smallest)
 
@@ -528,7 +525,7 @@ class Publisher(Generic[File]):
         if not self._reuses or removed.identity not in self._written:
             return False
         has_room = len(self._spares) < self._spares_max
-        return has_room or removed.size > min(map(_size, self._spares))
+        return has_room or removed.size > min(each.status.size for each in self._spares)
 
     def _watch(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
         """Have a hidden link to a committed file, for as long as it has another one."""
@@ -688,31 +685,22 @@ class UnpublishedFile(Generic[File]):
     is_spare: bool
 
 
+@dataclass(slots=True, eq=False)
 class Publication(Generic[File]):
     """Files in the making that become visible together. Its methods are those of ``Publisher``."""
 
-    def __init__(
-        self,
-        publisher: Publisher[File],
-        folder: HiddenFolder[File],
-        directory: OpenDirectory[File],
-        record: LockedRecord[File],
-        names: Sequence[str],
-        series: str,
-        removed_elsewhere: bool,
-    ) -> None:
-        self.series: Final = series
-        self.removed_elsewhere: Final = removed_elsewhere
-        self.folder: Final = folder
-        self.directory: Final = directory
-        self.record: Final = record
-        self.names: Final = names
-        self.files: Final[list[UnpublishedFile[File]]] = []
-        """Those that are open by now, in the order of the names."""
-        self.holds: list[_Hold[File]] = []
-        self.is_published = False
-        self.is_over = False
-        self._publisher: Final = publisher
+    publisher: Publisher[File]
+    folder: HiddenFolder[File]
+    directory: OpenDirectory[File]
+    record: LockedRecord[File]
+    names: Sequence[str]
+    series: str
+    removed_elsewhere: bool
+    files: list[UnpublishedFile[File]] = field(default_factory=list)
+    """Those that are open by now, in the order of the names."""
+    holds: list[_Hold[File]] = field(default_factory=list)
+    is_published: bool = False
+    is_over: bool = False
 
     @property
     def path(self) -> str:
@@ -726,17 +714,13 @@ class Publication(Generic[File]):
         return printable(os.path.join(self.directory.describe(), name))
 
     def make_room(self, request: SaveRequest) -> bool:
-        return self._publisher.make_room(request)
+        return self.publisher.make_room(request)
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
-        self._publisher.publish(self, turn)
+        self.publisher.publish(self, turn)
 
     def abandon(self) -> None:
-        self._publisher.abandon(self)
-
-
-def _size(spare: _Spare[File]) -> int:
-    return spare.status.size
+        self.publisher.abandon(self)
 
 
 def _series(name: str) -> str:

@@ -45,12 +45,10 @@ class FileState:
 
     @property
     def is_regular(self) -> bool:
-        """True for a regular file."""
         return stat.S_ISREG(self.mode)
 
     @property
     def is_directory(self) -> bool:
-        """True for a directory."""
         return stat.S_ISDIR(self.mode)
 
 

@@ -11,7 +11,6 @@ from typing import Final
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.system import Linux
-from portus.engine.media import linux
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError
 
@@ -94,14 +93,3 @@ def _open_hidden(base: str) -> Iterator[HiddenFolder[Descriptor]]:
         # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
         folder.forget()
         folder.system.close(folder.base)
-
-
-def is_of_this_machine(directory: str) -> bool:
-    """Return whether this kernel alone opens the files of ``directory``, so that what it shows of
-    other processes is so. Raises nothing."""
-    with (
-        contextlib.suppress(OSError),
-        contextlib.closing(Descriptor(directory, os.O_RDONLY)) as opened,
-    ):
-        return linux.file_system_type(opened.number) in linux.LOCAL_TYPES
-    return False

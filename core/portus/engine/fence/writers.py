@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
@@ -60,9 +59,9 @@ def classify(
     (private copies): always stable. guilty: data pointers of storages that an audit found
     torn: not stable.
 
-    The first call after the trained parameters changed walks the objects of the process
-    (``seconds_of_last_search``) for modules and optimizers that write parameters by other ways. A
-    state of ``SMALL`` bytes is not worth that: all of it is volatile, but for ``owned``.
+    The first call after the trained parameters changed walks the objects of the process for modules
+    and optimizers that write parameters by other ways. A state of ``SMALL`` bytes is not worth
+    that: all of it is volatile, but for ``owned``.
     """
     cover = _Cover(storages)
     if cover.size > SMALL:
@@ -75,13 +74,15 @@ def classify(
 
 def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
     """Tell the cover which tensors are stable, and which storages are not."""
-    trusted, barred = _by_trust(live_optimizers())
+    live = live_optimizers()
+    trusted = [optimizer for optimizer in live if _is_trusted(optimizer)]
     trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
     if not trained:
         return
     for optimizer in trusted:
         cover.add(_tensors_changed_by(optimizer))
     around = _surroundings_of(trained)
+    barred = [optimizer for optimizer in live if optimizer not in trusted]
     for optimizer in (*barred, *around.optimizers()):
         for tensor in _tensors_written_by(optimizer):
             cover.bar(pointer(tensor))
@@ -225,16 +226,8 @@ def _own_methods(base: type) -> set[str]:
     }
 
 
-def _by_trust(optimizers: list[Optimizer]) -> tuple[list[Optimizer], list[Optimizer]]:
-    trusted: list[Optimizer] = []
-    barred: list[Optimizer] = []
-    for optimizer in optimizers:
-        cls = type(optimizer)
-        (trusted if _is_trusted(optimizer, cls) else barred).append(optimizer)
-    return trusted, barred
-
-
-def _is_trusted(optimizer: Optimizer, cls: type[Optimizer]) -> bool:
+def _is_trusted(optimizer: Optimizer) -> bool:
+    cls = type(optimizer)
     return (
         getattr(cls.step, "hooked", False)  # else torch calls no hook, ours neither
         and writes_only_in_step(cls)
@@ -272,7 +265,6 @@ class _Cover:
 
     @property
     def size(self) -> int:
-        """Bytes of all storages."""
         return sum(self._room)
 
     def add(self, tensors: list[torch.Tensor]) -> None:
@@ -332,7 +324,6 @@ class _Surroundings:
     """
 
     def __init__(self, of: list[int]) -> None:
-        start = time.perf_counter()
         self.of: Final = of
         self._modules: Final[list[weakref.ref[torch.nn.Module]]] = []
         self._optimizers: Final[list[weakref.ref[Optimizer]]] = []
@@ -345,7 +336,6 @@ class _Surroundings:
                     self._optimizers.append(weakref.ref(thing))
             elif "max_norm" in thing.__dict__:
                 self._modules.append(weakref.ref(thing))
-        self.took_s: Final = time.perf_counter() - start
 
     def renormalised_weights(self) -> Iterator[torch.Tensor]:
         """Weights that a forward renormalises: now, for ``max_norm`` may be set at any time."""
@@ -385,8 +375,3 @@ def _surroundings_of(trained: list[torch.Tensor]) -> _Surroundings:
     if found is None or found.of != identities:
         found = _surroundings = _Surroundings(identities)
     return found
-
-
-def seconds_of_last_search() -> float:
-    """What the last walk over the objects of this process took; 0 before the first one."""
-    return 0.0 if _surroundings is None else _surroundings.took_s

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from portus.engine.files.pending import PENDING
@@ -51,6 +52,7 @@ class Errand:
         """Do nothing: the work takes no longer than it must."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """A place for one save of ``size`` bytes, of the thread that asks for it. Given back by the
     worker once its work is over, or by ``dismiss``.
@@ -58,11 +60,10 @@ class Turn:
     saver, step: who saves, and of which step: of each saver ``SAVES_MAX`` steps have places.
     """
 
-    def __init__(self, size: int = 0, saver: object = None, step: int = 0) -> None:
-        self.size: Final = size
-        self.saver: Final = saver
-        self.step: Final = step
-        self.by: Final = threading.current_thread()
+    size: int = 0
+    saver: object = None
+    step: int = 0
+    by: threading.Thread = field(default_factory=threading.current_thread)
 
 
 class Queue:
@@ -160,7 +161,6 @@ class Queue:
         return bool(self._waiting) or len(self._turns) > 1
 
     def idle(self) -> bool:
-        """True if nothing is left to do."""
         with self._lock:
             return not self._waiting and self._running is None
 

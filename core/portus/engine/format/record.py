@@ -27,7 +27,6 @@ class Field:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return struct.calcsize("<" + self.code)
 
 

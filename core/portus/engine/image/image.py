@@ -36,7 +36,6 @@ class Literal:
 
     @property
     def end(self) -> int:
-        """The offset right after them."""
         return self.offset + len(self.data)
 
 

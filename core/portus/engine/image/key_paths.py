@@ -148,7 +148,6 @@ class StoragePlace(NamedTuple):
 
     @property
     def storage(self) -> str:
-        """The key of the storage."""
         return self.stored.key
 
     @property

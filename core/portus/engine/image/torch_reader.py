@@ -179,7 +179,6 @@ class _Directory:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
 
     def bad(self, offset: int, what: str, expected: object, found: object) -> NoReturn:
-        """Raise."""
         raise CorruptionError(
             f"{self._name}: byte {offset}: {what}: expected {printable(str(expected))}, found "
             f"{printable(str(found))}"

@@ -48,7 +48,6 @@ class Reports:
         return self.has_committed
 
     def note_commit(self) -> None:
-        """Count a committed save."""
         self._commits += 1
 
     def note_failure(self, save: Save | RefusedSave) -> None:

@@ -44,7 +44,6 @@ class AddressRange:
 
     @property
     def start(self) -> int:
-        """The first address."""
         if self._start == 0:
             raise not_here(self.name, self._process)
         return self._start

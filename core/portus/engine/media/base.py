@@ -95,6 +95,10 @@ class Medium(Protocol):
 class ReadOnlyMedium(abc.ABC):
     """What a medium refuses that is loaded from and no more. ``_refusal``: what it says."""
 
+    @property
+    def is_poisoned(self) -> bool:
+        return False
+
     def grow(self, size: int) -> None:
         raise self._refusal()
 

@@ -28,7 +28,6 @@ class ReadFile(ReadOnlyMedium):
 
     @property
     def path(self) -> str:
-        """The name it was opened by."""
         return self._descriptor.path
 
     @property
@@ -39,11 +38,6 @@ class ReadFile(ReadOnlyMedium):
     def size(self) -> int:
         """Bytes of the file now, also after another process made it grow. ``MediumError``."""
         return self._status().st_size
-
-    @property
-    def is_poisoned(self) -> bool:
-        """Return False: nothing is written."""
-        return False
 
     def load(self, offset: int, target: memoryview) -> None:
         """Load with preadv. Raises ``MediumError`` if somebody truncated the file meanwhile."""

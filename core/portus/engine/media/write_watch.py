@@ -48,11 +48,6 @@ class WriteWatch:
         self._runs: Final = runs
         self._ended: Final = threading.Lock()
 
-    def begin(self) -> None:
-        """Raises ``OSError``; it is to be closed then all the same."""
-        for run in self._runs:
-            self._kernel.protect(run)
-
     def written_runs(self) -> Column:
         """The runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
         runs = [each for run in self._runs for each in self._kernel.written_runs(run)]
@@ -72,9 +67,11 @@ def watch(address: Column, length: Column) -> WriteWatch | None:
     kernel = _here()
     if kernel is None or not kernel.busy.acquire(blocking=False):
         return None
-    made = WriteWatch(kernel, pages_of(address, length))
+    runs = pages_of(address, length)
+    made = WriteWatch(kernel, runs)
     try:
-        made.begin()
+        for run in runs:
+            kernel.protect(run)
     except OSError:
         made.close()
         return None

@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 import numpy as np
 import xxhash
@@ -91,7 +91,6 @@ class LateStorages:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
         return int(self.length.sum())
 
     def part(self, rows: Column) -> LateStorages:
@@ -115,20 +114,20 @@ class StoredStorages:
 class Audit(Protocol):
     """What was noted at the call."""
 
-    @property
-    def way(self) -> AuditMethod: ...
+    way: ClassVar[AuditMethod]
 
     def torn(self, stored: StoredStorages) -> Flags:
         """Return which storages were not stored as they were at the call. Blocks."""
 
     def close(self) -> None:
         """Stop noting. A second call does nothing."""
+        return
 
 
-class DigestAudit:
+class DigestAudit(Audit):
     """Digests at the call."""
 
-    way: Final = AuditMethod.HASH
+    way = AuditMethod.HASH
 
     def __init__(self, late: LateStorages, stop: Stop) -> None:
         self._lengths: Final = late.length
@@ -144,18 +143,15 @@ class DigestAudit:
         differs[equal_storages(self._at_call, stored, self._lengths)] = False
         return differs
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class WatchAudit:
+class WatchAudit(Audit):
     """The kernel's word for big storages, digests for the others.
 
     Others may have bytes in the first and the last page of a storage. What it has there itself is
     kept, so where such a page was written, its digest at the call can still be told.
     """
 
-    way: Final = AuditMethod.KERNEL
+    way = AuditMethod.KERNEL
 
     def __init__(
         self, late: LateStorages, stop: Stop, watch: write_watch.WriteWatch, big: Column
@@ -209,10 +205,10 @@ class WatchAudit:
         return True
 
 
-class ProbeAudit:
+class ProbeAudit(Audit):
     """Some bytes of each storage, and its count of changes, at the call."""
 
-    way: Final = AuditMethod.PROBE
+    way = AuditMethod.PROBE
 
     def __init__(self, late: LateStorages) -> None:
         self._late: Final = late
@@ -241,9 +237,6 @@ class ProbeAudit:
         if len(self._changes):
             torn |= self._late.changes() != self._changes
         return torn
-
-    def close(self) -> None:
-        """Do nothing."""
 
     def _now(self) -> NDArray[np.uint8]:
         return bytes_at(self._late.address[self._row] + self._offset, self._length)

@@ -95,7 +95,7 @@ def pickle_state(state: object, reducers: Reducers | None = None) -> PickledStat
 
     Raises ``UsageError`` for what torch refuses, in torch's words, with the path to it.
     """
-    if _skips_data():
+    if torch.serialization._serialization_tls.skip_data:
         raise UsageError(
             "save: expected a call outside of torch.serialization.skip_data, found one inside; "
             "Portus writes the bytes of tensors: use torch.save there"
@@ -145,10 +145,6 @@ def _probe(alignment: int) -> TorchFormat:
             alignment=alignment,
             version=archive.read(f"{whole}/{VERSION}"),
         )
-
-
-def _skips_data() -> bool:
-    return bool(torch.serialization._serialization_tls.skip_data)
 
 
 def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> PickledState:

@@ -80,7 +80,6 @@ class StagingRing:
             raise
 
     def give(self, slot: Slot) -> None:
-        """The buffer is free."""
         with self._changed:
             if self._made > FEW:
                 self._made -= 1

@@ -89,11 +89,6 @@ class ObjectFile(ReadOnlyMedium):
     def size(self) -> int:
         return self.file.size
 
-    @property
-    def is_poisoned(self) -> bool:
-        """False: nobody stores to it."""
-        return False
-
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
         return offset, length
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection
 from typing import Final
 
 from portus.engine.directory.system import medium_error
-from portus.engine.directory.waiting import in_flight, is_of_this_machine
+from portus.engine.directory.waiting import in_flight
 from portus.engine.files.pending import PENDING
+from portus.engine.media import linux
+from portus.engine.media.process import Descriptor
 from portus.errors import AbandonedError, UsageError, printable
 
 _POLL_MIN_S: Final = 0.002
@@ -34,7 +37,7 @@ def await_files(
     links. Blocks for as long as somebody writes them. Raises ``AbandonedError`` if nobody does, or
     if ``save``, by its id, is ``given_up`` meanwhile, and ``MediumError``."""
     seen, pause_s = time.monotonic(), _POLL_MIN_S
-    gone_s = GONE_HERE_S if is_of_this_machine(directory) else GONE_S
+    gone_s = GONE_HERE_S if _is_of_this_machine(directory) else GONE_S
     while missing := set(names) - _names_in(directory):
         if save in given_up:
             raise AbandonedError(
@@ -82,3 +85,14 @@ def list_names(names: Collection[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
     return ", ".join(found[:_NAMED_MAX]) + more
+
+
+def _is_of_this_machine(directory: str) -> bool:
+    """Return whether this kernel alone opens the files of ``directory``, so that what it shows of
+    other processes is so. Raises nothing."""
+    with (
+        contextlib.suppress(OSError),
+        contextlib.closing(Descriptor(directory, os.O_RDONLY)) as opened,
+    ):
+        return linux.file_system_type(opened.number) in linux.LOCAL_TYPES
+    return False

@@ -449,11 +449,6 @@ class HostMedium(ReadOnlyMedium):
         """The size of the pool, requested each time: others make it grow."""
         return self._links.ask(said.Status(), said.Standing).size
 
-    @property
-    def is_poisoned(self) -> bool:
-        """False: what became of its medium, the host says for each save."""
-        return False
-
     def load(self, offset: int, target: memoryview) -> None:
         if target.nbytes:
             self._read([offset], [target.nbytes], target.cast("B"))
