@@ -66,6 +66,27 @@ def keep_one(system: CrashFolder, told: Told) -> None:
     files.close()
 
 
+def keep_one_of_several_in_flight(system: CrashFolder, told: Told) -> None:
+    assert spares_of_several_in_flight(system, told) < STEPS
+
+
+def spares_of_several_in_flight(system: CrashFolder, told: Told) -> int:
+    files = Publisher(system)
+    drafts = [files.begin("/d/step-0.pt"), files.begin("/d/step-1.pt")]
+    for step in range(STEPS):
+        system.write(drafts[step].files[0].file, content(step))
+        system.sync(drafts[step].files[0].file)
+        drafts[step].publish()
+        told.committed = step
+        if step:
+            files.remove(f"/d/step-{step - 1}.pt")
+        drafts.append(files.begin(f"/d/step-{step + 2}.pt"))
+    for draft in drafts[STEPS:]:
+        draft.abandon()
+    files.close()
+    return sum(draft.files[0].is_spare for draft in drafts)
+
+
 def keep_all_with_reader(system: CrashFolder, told: Told) -> None:
     files = Publisher(system)
     readers = []
@@ -129,6 +150,20 @@ def removed_too_early(system: CrashFolder, told: Told) -> None:
         draft = files.begin(f"/d/step-{step}.pt")
         if step:
             system.unlink_path(f"/d/step-{step - 1}.pt")
+        system.write(draft.files[0].file, content(step))
+        system.sync(draft.files[0].file)
+        draft.publish()
+        told.committed = step
+    files.close()
+
+
+def removed_by_itself_too_early(system: CrashFolder, told: Told) -> None:
+    """A process that removes its newest checkpoint while the next one is in flight."""
+    files = Publisher(system)
+    for step in range(STEPS):
+        draft = files.begin(f"/d/step-{step}.pt")
+        if step:
+            files.remove(f"/d/step-{step - 1}.pt")
         system.write(draft.files[0].file, content(step))
         system.sync(draft.files[0].file)
         draft.publish()
@@ -265,6 +300,7 @@ SCENARIOS = {
     each.__name__: each
     for each in (
         *(keep_one, keep_all_with_reader, one_path, linked_before_removal),
+        keep_one_of_several_in_flight,
         keep_one_that_another_process_removes,
         *(all_in_one_directory, all_in_new_directories),
     )
@@ -274,6 +310,7 @@ EARLY: dict[str, Scenario] = {
     each.__name__: each
     for each in (
         *(removed_too_early, swapped, all_removed_too_early, all_swapped),
+        removed_by_itself_too_early,
         *(all_with_drafts_above, all_swapped_with_drafts_above),
     )
 }
@@ -392,6 +429,10 @@ def test_what_another_process_removed_is_written_over_and_nothing_stays_in_hidin
     system = fresh()
     assert spares_of_what_another_process_removes(system, Told()) == 1, "the other one is read"
     assert not system.hidden("/d")
+
+
+def test_what_drafts_held_that_were_begun_before_it_was_removed_is_written_over() -> None:
+    assert spares_of_several_in_flight(fresh(), Told()) == STEPS - 1
 
 
 def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:

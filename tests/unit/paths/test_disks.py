@@ -145,6 +145,26 @@ def test_on_a_full_disk_what_keep_removes_goes_first_while_a_newer_one_remains(
             each.wait()
 
 
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize(("keep", "mib"), [(1, 6), (2, 4), (3, 3)])
+def test_saves_that_wait_for_each_other_all_fit_where_there_is_room_for_one_more_than_stay(
+    mount: Callable[[str], Path], kind: str, keep: int, mib: int
+) -> None:
+    """What is queued holds what was removed meanwhile, but not its space."""
+    place = mount(kind) / "run"
+    with portus.Checkpointer(place, keep=keep, journal=False, on_error="warn") as run:
+        made = [
+            run.save({"w": torch.full((mib << 18,), float(step)), "step": step}, step)
+            for step in range(8)
+        ]
+        for each in made:
+            each.wait()
+        assert run.steps() == list(range(8 - keep, 8))
+    for step in range(8 - keep, 8):
+        check(place / f"step-{step:08}.pt", step)
+    assert len(os.listdir(place)) == keep
+
+
 @pytest.mark.parametrize("path", [".portus", ".portus/a.pt", "below/.portus/more/a.pt"])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_nothing_is_saved_into_the_folder_of_portus(

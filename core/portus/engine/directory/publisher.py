@@ -28,11 +28,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Generic
@@ -185,6 +186,7 @@ class Publisher(Generic[File]):
             if status is None:
                 self._close_unused()
                 return False
+            self._let_go(status.identity, self._system.status(directory.file).identity)
             kept = self._may_keep(status)
             record = None
             if kept:
@@ -209,6 +211,15 @@ class Publisher(Generic[File]):
                 self._written.discard(status.identity)
             self._close_unused()
             return True
+
+    def _let_go(self, file: tuple[int, int], directory: tuple[int, int]) -> None:
+        """Have drafts hold a file no more that is about to go, unless it is the newest: else its
+        space would not be free before they end, and they may need it."""
+        if not {file, directory} & {each.identity for each in self._newest.values()}:
+            for draft in self._drafts:
+                for hold in [each for each in draft.holds if each.of.identity == file]:
+                    draft.holds.remove(hold)
+                    self._release(draft.folder, hold)
 
     def publish(
         self, draft: Publication[File], turn: AbstractContextManager[None] | None = None
@@ -421,7 +432,7 @@ class Publisher(Generic[File]):
         here = draft.folder.path_of_base()
         if where is None or here is None:
             return
-        hidden = hidden_name(draft.record.token, HOLD, len(draft.holds))
+        hidden = hidden_name(draft.record.token, HOLD, next(draft.numbers))
         path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
         hold = _Hold(hidden, committed)
         # Before it is made: if that fails, ``abandon`` removes what is there of it.
@@ -699,6 +710,8 @@ class Publication(Generic[File]):
     files: list[UnpublishedFile[File]] = field(default_factory=list)
     """Those that are open by now, in the order of the names."""
     holds: list[_Hold[File]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """Those of its holds, also of such as it has no more."""
     is_published: bool = False
     is_over: bool = False
 

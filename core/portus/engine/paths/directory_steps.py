@@ -142,7 +142,8 @@ class DirectorySteps:
         self._remove_surplus()
 
     def make_room(self, request: StepRequest) -> bool:
-        return self._remove_surplus(self._files.describe(request.step, request.note), most=1)
+        coming = self._files.describe(request.step, request.note)
+        return self._remove_surplus(coming, most=1) or self.saver.await_space()
 
     def _remove_surplus(self, *coming: VersionInfo, most: int | None = None) -> bool:
         """Remove the oldest ``most`` of what ``keep`` removes. Return whether there was one."""

@@ -200,6 +200,12 @@ class FileSaver:
         queue = self.shared.queue
         return queue.on_worker() or queue.catch_up(timeout)
 
+    def await_space(self) -> bool:
+        """Block until the saves in flight are over, which may give back space. Return False if
+        there are none, or only that of the worker itself."""
+        queue = self.shared.queue
+        return not (queue.on_worker() or queue.idle()) and queue.catch_up(self._fence_timeout)
+
     def close(self) -> None:
         """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
         self._is_closed = True
