@@ -256,11 +256,12 @@ class Saver:
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
         """What the saves of this process cost that were committed since the last call. wait: for
         those in flight too; raises nothing of theirs."""
-        while self._handles and (wait or self._handles[0].done):
-            handle = self._handles.popleft()
-            handle.join()
-            if handle.committed:
-                self._stats.append(handle.stats)
+        with contextlib.suppress(portus.UsageError):  # a save of the parent of this forked child
+            while self._handles and (wait or self._handles[0].done):
+                handle = self._handles.popleft()
+                handle.join()
+                if handle.committed:
+                    self._stats.append(handle.stats)
         committed = list(self._stats)
         self._stats.clear()
         return committed

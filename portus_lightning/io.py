@@ -368,10 +368,11 @@ class RunFiles:
     def take_stats(self) -> list[portus.SaveStats]:
         """What the saves cost that were committed since the last call."""
         committed = []
-        while self._handles and self._handles[0].done:
-            handle = self._handles.popleft()
-            if handle.committed:
-                committed.append(handle.stats)
+        with contextlib.suppress(portus.UsageError):  # a save of the parent of this forked child
+            while self._handles and self._handles[0].done:
+                handle = self._handles.popleft()
+                if handle.committed:
+                    committed.append(handle.stats)
         return committed
 
     def wait(self) -> None:

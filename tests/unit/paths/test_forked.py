@@ -56,9 +56,10 @@ handle = portus.save({{"step": 1}}, {path!r})
 child = os.fork()
 if child == 0:
     signal.alarm(30)
-    for wait in (handle.wait, lambda: handle.wait(60), handle.join):
+    asked = [handle.wait, lambda: handle.wait(60), handle.join]
+    for ask in (*asked, lambda: handle.done, lambda: handle.committed):
         try:
-            wait()
+            ask()
         except portus.UsageError as error:
             assert "the parent's process saves it" in str(error), error
         else:
@@ -68,7 +69,7 @@ assert os.waitpid(child, 0)[1] == 0
 done = handle.wait()
 child = os.fork()
 if child == 0:
-    os._exit(0 if handle.wait() == done else 1)
+    os._exit(0 if handle.done and handle.committed and handle.wait() == done else 1)
 assert os.waitpid(child, 0)[1] == 0
 """
 )

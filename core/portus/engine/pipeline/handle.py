@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from portus.engine.media import calls
 from portus.engine.spec import VersionInfo
-from portus.errors import PortusError
+from portus.errors import PortusError, UsageError
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class SaveHandle:
 
     def __init__(self, save: SavePending) -> None:
         self._save = save
+        self._process: Final = os.getpid()
 
     @property
     def of(self) -> SavePending:
@@ -127,9 +129,10 @@ class SaveHandle:
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and the
         error of a failed save: ``MediumError``, ``AbandonedError`` and others; older versions stay
-        loadable. In a signal handler that interrupted Portus, and in a forked child, raises
-        ``UsageError`` if the save is not over.
+        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save is
+        not over; so does all that asks how it ends, in a child that was forked before that.
         """
+        self._refuse_in_child()
         return self._save.result(timeout)
 
     def _join_nested(self) -> None:
@@ -139,20 +142,31 @@ class SaveHandle:
     def join(self) -> None:
         """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
         failure will still be reported. In a signal handler that interrupted Portus, returns at
-        once; in a forked child, raises ``UsageError`` if the save is not over."""
+        once."""
+        self._refuse_in_child()
         self._save.join()
 
     @property
     def done(self) -> bool:
         """True when the save is over: committed, failed or given up."""
+        self._refuse_in_child()
         return self._save.over
 
     @property
     def committed(self) -> bool:
         """True when the version is durable."""
+        self._refuse_in_child()
         return self._save.over and self._save.error is None
 
     @property
     def stats(self) -> SaveStats:
         """The cost of the save so far."""
         return self._save.stats
+
+    def _refuse_in_child(self) -> None:
+        # What ends it is a thread of the parent, so who polls here would poll for ever.
+        if not self._save.over and self._process != os.getpid():
+            raise UsageError(
+                f"a save of process {self._process}, asked for in process {os.getpid()}: the "
+                "parent's process saves it; wait for it there"
+            )

@@ -15,7 +15,6 @@ stored as they were at the call. One such storage voids the save.
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
 from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.engine.spec import VersionInfo
-from portus.errors import AbandonedError, PortusError, UsageError
+from portus.errors import AbandonedError, PortusError
 
 _LEAVE_S: Final = 1.0
 """The longest that a writer waits, after a save was given up, for the copier to stop reading."""
@@ -102,7 +101,6 @@ class Save:
         self._snapshot = snapshot
         self._steady = snapshot.steady
         self._owner: Final = owner
-        self._process: Final = os.getpid()
         self._lock: Final = threading.RLock()
         # Two, so that who waits for the end is woken once: each time takes Python's lock from the
         # worker.
@@ -244,11 +242,7 @@ class Save:
         return self._info
 
     def _await_end(self, timeout_s: float | None) -> bool:
-        if self._process != os.getpid():  # the lock may be held by a thread of the parent
-            if not self.over:
-                raise UsageError(
-                    f"save of step {self.step}: the parent's process saves it; wait for it there"
-                )
+        if self.over:  # in a forked child a thread of the parent may hold the lock
             return True
         with self._lock:
             if timeout_s != 0:  # who only looks does not wait
