@@ -135,6 +135,28 @@ def test_of_a_read_only_tenant_nothing_is_saved_or_removed_and_all_is_read(
     assert command("admin", "read-only", desk, "no/name").code == 2
 
 
+def test_who_has_no_secret_and_is_not_there_is_made_read_only_by_mistake(
+    tmp_path: Path, desk: str
+) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.write_text("trainer 0123456789abcdef\n")
+    secrets.chmod(0o600)
+    options = ServeOptions(
+        place=str(tmp_path / "pools"), listen=["127.0.0.1:0"], secret_path=str(secrets)
+    )
+    with started(options, desk) as server:
+        for more in ([], ["--off"]):
+            refused = command("admin", "read-only", desk, "trianer", *more)
+            assert refused.code == 2
+            assert "expected a tenant that has a secret, such as trainer, found 'trianer'" in (
+                refused.err
+            )
+            assert command("admin", "read-only", desk, "trainer", *more).code == 0
+        server.house.pools.of("gone")  # it came in when it had a secret
+        assert command("admin", "read-only", desk, "gone").code == 0
+        assert server.house.pools.of("gone").standstill
+
+
 def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, desk: str) -> None:
     with client(server) as link, client(server, model="other") as second:
         offered(link)

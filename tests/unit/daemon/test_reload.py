@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import signal
 import ssl
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +124,8 @@ def test_what_cannot_be_read_changes_nothing(
     with started(options) as server:
         hosted = server.house.pools.of("default")
         write(tmp_path / "there", NEW)
-        for wrong in ("default much", "default 1M 2M", "default 1M\ndefault 2M", "/ 1M"):
+        wrongs = ("default much", "default 1M 2M", "default 1M\ndefault 2M", "/ 1M", "nobody 1M")
+        for wrong in wrongs:
             write(quotas, wrong)
             with pytest.raises(UsageError):
                 reload(options, server)
@@ -132,7 +135,19 @@ def test_what_cannot_be_read_changes_nothing(
             reload(options, server)
         assert hosted.writer.max_bytes == 1 << 20
         portus.PoolCheckpointer(url(server)).close()
-    assert caplog.text.count("the old ones stay") == 5
+    assert caplog.text.count("the old ones stay") == 1 + len(wrongs)
+
+
+def test_a_quota_of_a_tenant_that_has_no_secret_is_refused_where_secrets_are_asked_for(
+    tmp_path: Path,
+) -> None:
+    quotas = write(tmp_path / "quotas", "trainer 1M", "trianer 2M")
+    secrets = write(tmp_path / "secrets", f"trainer {OLD}", f"other {NEW}")
+    wish = ServeOptions(place="memory:8M", listen=["127.0.0.1:0"], quota_path=quotas)
+    said = f"--quota-file {quotas}: expected a tenant that has a secret, such as other, trainer, "
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}found 'trianer'"):
+        prepare(replace(wish, secret_path=secrets))
+    assert prepare(wish).stop(), "anybody may come as that one"
 
 
 def test_quotas_are_each_tenants_own_and_may_change_in_the_middle(

@@ -209,6 +209,9 @@ class AdminSocket:
         if isinstance(asked, Kick):
             return RequestDone(server.kick(asked.who))
         if isinstance(asked, ReadOnly):
+            # Who came in before its secret went may be held up all the same.
+            if asked.tenant not in {each.tenant for each in pools.all()}:
+                server.house.secrets.refuse_unknown([asked.tenant], "read-only")
             pools.hold(asked.tenant, on=asked.on)
             return RequestDone()
         if isinstance(asked, Drain):

@@ -58,7 +58,9 @@ class HostFiles:
         if options.cert_path is not None and options.key_path is not None:
             context = tls_context(options.cert_path, options.key_path)
         quotas = read_quotas(options.quota, options.quota_path)
-        return cls(read_secrets(options.secret_path), quotas, context)
+        secrets = read_secrets(options.secret_path)
+        secrets.refuse_unknown(quotas.of, f"--quota-file {options.quota_path}")
+        return cls(secrets, quotas, context)
 
 
 def reload(options: ServeOptions, server: Server) -> None:

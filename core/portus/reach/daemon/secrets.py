@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from portus.errors import UsageError
@@ -15,6 +15,9 @@ from portus.reach.transport.dial import check_secret
 SECRETS_MAX: Final = 2
 """Secrets of one tenant, at most: the old and the new one, while they are changed. Both are
 valid."""
+
+_NAMED_MAX: Final = 8
+"""Tenants that an error names."""
 
 
 class Secrets:
@@ -45,6 +48,17 @@ class Secrets:
     def tenants(self) -> list[str]:
         """Return the tenants that have a secret, sorted."""
         return sorted(self._of or ())
+
+    def refuse_unknown(self, tenants: Iterable[str], where: str) -> None:
+        """Raise ``UsageError`` for one of ``tenants``, named at ``where``, that has no secret:
+        nobody comes in as that one. Without secrets there is none such."""
+        unknown = [each for each in tenants if self._of is not None and each not in self._of]
+        if unknown:
+            named = ", ".join(self.tenants()[:_NAMED_MAX])
+            raise UsageError(
+                f"{where}: expected a tenant that has a secret, such as {named}, found "
+                f"{unknown[0]!r}, which has none"
+            )
 
     def match_proof(
         self, tenant: str, proof: bytes, nonce_client: bytes, nonce_host: bytes
