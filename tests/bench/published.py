@@ -16,8 +16,8 @@ import statistics
 from dataclasses import dataclass, fields
 from typing import Final
 
-from portus.companions.cadence.bound import round_up, share
-from portus.engine.settings.numbers import not_negative, over_zero
+from portus.companions.cadence.bound import not_negative, round_up, share
+from portus.engine.settings.numbers import over_zero
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:

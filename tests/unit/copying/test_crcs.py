@@ -11,12 +11,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from portus.engine.copying.local import Engine, copy, sum_sources
+from portus.engine.copying.local import Engine, copy
 from portus.engine.copying.segments import Crcs, Source, Sources, Stop, cut
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
 from portus.reach.media.memory import Memory
+from portus.reach.pools.image_draft import sum_sources
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.regions import Parts
 from portus.reach.transport.stream import Link, give
@@ -72,7 +73,7 @@ def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
     crcs = nothing(case)
     copy(Memory(sum(LENGTHS)), case.sources, Stop(), engine=engine, crcs=crcs)
     assert crcs.tolist() == expected(case)
-    assert sum_sources(case.sources).tolist() == expected(case)
+    assert sum_sources(Sources.of(case.sources)).tolist() == expected(case)
 
 
 def test_what_is_sent_is_summed(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

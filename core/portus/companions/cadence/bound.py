@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from portus.engine.settings.numbers import is_number, not_negative, over_zero
+from portus.engine.settings.numbers import is_number, over_zero
 from portus.errors import UsageError
 
 FORMAT: Final = 1
@@ -265,3 +265,10 @@ def _costs_of(saved: object) -> Costs | None:
         return msgspec.convert(saved, Costs | None)
     except msgspec.ValidationError as error:
         raise UsageError(f"the state of a cadence: costs: {error}") from error
+
+
+def not_negative(name: str, value: object, unit: str) -> float:
+    """``value`` as a float. Raises ``UsageError`` unless it is a finite number, 0 or more."""
+    if not is_number(value) or not value >= 0:  # type: ignore[operator]
+        raise UsageError(f"{name}: expected {unit}, 0 or more, found {value!r}")
+    return float(value)  # type: ignore[arg-type]

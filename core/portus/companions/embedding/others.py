@@ -16,7 +16,8 @@ from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.tables import Table
 from portus.companions.embedding.training import ProtectedTraining
-from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
+from portus.engine.state.elsewhere import Elsewhere
+from portus.reach.pools.elsewhere import replace_elsewhere
 
 _ABOUT: Final = "portus.embedding"
 """The key for the pool and the batch in the metadata of a module's state (``_metadata``)."""

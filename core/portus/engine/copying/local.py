@@ -195,16 +195,6 @@ def hash_sources(
     return digests
 
 
-def sum_sources(sources: Sequence[Source] | Sources) -> Crcs:
-    """The CRC32 of each unit of ``sources``; their extents are ignored. Blocks."""
-    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
-    crcs = np.zeros(len(digests), np.uint32)
-    columns = (segments.row, segments.address, segments.length)
-    for row, address, length in zip(*(each.tolist() for each in columns), strict=True):
-        crcs[row] = isal_zlib.crc32(_view(address, length), int(crcs[row]))
-    return crcs
-
-
 def same_bytes(
     medium: Medium,
     sources: Source | Sequence[Source] | Sources,

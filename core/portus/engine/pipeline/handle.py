@@ -110,18 +110,14 @@ class SaveHandle:
     """One save, from its call on."""
 
     def __init__(self, save: SavePending) -> None:
-        self._save = save
+        self.of: Final = save
+        """The save. For Portus itself."""
         self._process: Final = os.getpid()
 
-    @property
-    def of(self) -> SavePending:
-        """The save. For Portus itself."""
-        return self._save
-
     def _wait_nested(self, timeout: float | None = None) -> VersionInfo:
-        if not self._save.over:
+        if not self.of.over:
             raise calls.refusal("wait for a save")
-        return self._save.result(0)
+        return self.of.result(0)
 
     @calls.entry_or(_wait_nested)
     def wait(self, timeout: float | None = None) -> VersionInfo:
@@ -133,7 +129,7 @@ class SaveHandle:
         not over; so does all that asks how it ends, in a child that was forked before that.
         """
         self._refuse_in_child()
-        return self._save.result(timeout)
+        return self.of.result(timeout)
 
     def _join_nested(self) -> None:
         """Return at once: within a signal handler nothing can be waited for."""
@@ -144,28 +140,28 @@ class SaveHandle:
         failure will still be reported. In a signal handler that interrupted Portus, returns at
         once."""
         self._refuse_in_child()
-        self._save.join()
+        self.of.join()
 
     @property
     def done(self) -> bool:
         """True when the save is over: committed, failed or given up."""
         self._refuse_in_child()
-        return self._save.over
+        return self.of.over
 
     @property
     def committed(self) -> bool:
         """True when the version is durable."""
         self._refuse_in_child()
-        return self._save.over and self._save.error is None
+        return self.of.over and self.of.error is None
 
     @property
     def stats(self) -> SaveStats:
         """The cost of the save so far."""
-        return self._save.stats
+        return self.of.stats
 
     def _refuse_in_child(self) -> None:
         # What ends it is a thread of the parent, so who polls here would poll for ever.
-        if not self._save.over and self._process != os.getpid():
+        if not self.of.over and self._process != os.getpid():
             raise UsageError(
                 f"a save of process {self._process}, asked for in process {os.getpid()}: the "
                 "parent's process saves it; wait for it there"

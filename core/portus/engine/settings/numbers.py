@@ -18,13 +18,6 @@ def over_zero(name: str, value: object, unit: str) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
-def not_negative(name: str, value: object, unit: str) -> float:
-    """``value`` as a float. Raises ``UsageError`` unless it is a finite number, 0 or more."""
-    if not is_number(value) or not value >= 0:  # type: ignore[operator]
-        raise UsageError(f"{name}: expected {unit}, 0 or more, found {value!r}")
-    return float(value)  # type: ignore[arg-type]
-
-
 def is_number(value: object) -> bool:
     """True for an int or float that is finite, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

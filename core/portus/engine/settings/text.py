@@ -5,8 +5,6 @@ from __future__ import annotations
 
 def is_text(value: str) -> bool:
     """True if ``value`` can be UTF-8, that is, holds no lone surrogate."""
-    if value.isascii():
-        return True
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -8,9 +8,7 @@ every process can load such a state, and no file is made of it without the table
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -33,31 +31,3 @@ class Elsewhere:
 Elsewhere.__module__ = "portus.embedding.elsewhere"
 
 torch.serialization.add_safe_globals([Elsewhere])
-
-Filler = Callable[[Elsewhere, str], object]
-"""Gives what is to be at a key path in place of an ``Elsewhere``."""
-
-
-def replace_elsewhere(state: Any, of: Filler, path: str = "") -> Any:
-    """``state`` with another value for each ``Elsewhere``; containers that have one are copied."""
-    if isinstance(state, Elsewhere):
-        return of(state, path)
-    start = f"{path}." if path else ""
-    if isinstance(state, Mapping):
-        changed = {
-            key: replace_elsewhere(value, of, f"{start}{key}") for key, value in state.items()
-        }
-        if any(changed[key] is not value for key, value in state.items()):
-            copy: Any = state.copy() if hasattr(state, "copy") else dict(state)
-            copy.update(changed)
-            if hasattr(state, "__dict__"):  # such as ``_metadata`` of a module's state
-                vars(copy).update(vars(state))
-            return copy
-        return state
-    if type(state) in (list, tuple):
-        values = [
-            replace_elsewhere(each, of, f"{start}{place}") for place, each in enumerate(state)
-        ]
-        if any(one is not other for one, other in zip(values, state, strict=True)):
-            return type(state)(values)
-    return state

@@ -54,11 +54,6 @@ class StagingRing:
         self._work: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
         self._threads: set[JoinableThread] = set()
 
-    @property
-    def size(self) -> int:
-        """Bytes of all buffers that there are now."""
-        return self._made * SLOT
-
     def take(self, stop: Stop) -> Slot:
         """Return a buffer; waits for one. stop: says whether somebody waits for the copy, and ends
         the wait. Raises ``StoppedError``."""

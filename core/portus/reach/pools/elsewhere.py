@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from portus.engine.state.elsewhere import Elsewhere, replace_elsewhere
+from portus.engine.state.elsewhere import Elsewhere
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.pools.restore import load
+
+Filler = Callable[[Elsewhere, str], object]
+"""Gives what is to be at a key path in place of an ``Elsewhere``."""
+
+
+def replace_elsewhere(state: Any, of: Filler, path: str = "") -> Any:
+    """``state`` with another value for each ``Elsewhere``; containers that have one are copied."""
+    if isinstance(state, Elsewhere):
+        return of(state, path)
+    start = f"{path}." if path else ""
+    if isinstance(state, Mapping):
+        changed = {
+            key: replace_elsewhere(value, of, f"{start}{key}") for key, value in state.items()
+        }
+        if any(changed[key] is not value for key, value in state.items()):
+            copy: Any = state.copy() if hasattr(state, "copy") else dict(state)
+            copy.update(changed)
+            if hasattr(state, "__dict__"):  # such as ``_metadata`` of a module's state
+                vars(copy).update(vars(state))
+            return copy
+        return state
+    if type(state) in (list, tuple):
+        values = [
+            replace_elsewhere(each, of, f"{start}{place}") for place, each in enumerate(state)
+        ]
+        if any(one is not other for one, other in zip(values, state, strict=True)):
+            return type(state)(values)
+    return state
 
 
 @contextlib.contextmanager

@@ -8,10 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
 
-from portus.engine.copying.local import sum_sources
-from portus.engine.copying.segments import Crcs, Digests, Sources, Stop, ranges, unit_spans
+from portus.engine.copying.segments import (
+    Crcs,
+    Digests,
+    Sources,
+    Stop,
+    cut,
+    memory,
+    ranges,
+    unit_spans,
+)
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image
 from portus.engine.media.file_calls import OUT_OF_SPACE
@@ -171,6 +180,16 @@ class ImageDraft:
                     raise
                 if not self.make_room():
                     raise MediumError(error.errno, f"{error.strerror}; {_ADVICE}") from error
+
+
+def sum_sources(sources: Sources) -> Crcs:
+    """Return the CRC32 of each unit of ``sources``; their extents are ignored. Blocks."""
+    segments, digests = cut(sources.require(addresses=True, extents=False))
+    crcs = np.zeros(len(digests), np.uint32)
+    columns = (segments.row, segments.address, segments.length)
+    for row, address, length in zip(*(each.tolist() for each in columns), strict=True):
+        crcs[row] = isal_zlib.crc32(memory(address, length), int(crcs[row]))
+    return crcs
 
 
 def lengths_of(images: Sequence[Image]) -> Column:
