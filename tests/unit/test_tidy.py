@@ -100,7 +100,6 @@ LARGE = {
     "reach/training/file_mirror": "what a mirror has against what a run has: both"
     " halves change under one lock",
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
-    "engine/copying/local": "each way in which bytes move within a machine, side by side",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
     "reach/index/log": "one record format: its writer, its reader, its recovery",
