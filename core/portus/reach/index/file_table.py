@@ -9,9 +9,11 @@ placed, hashed, shared, scrubbed and copied like one.
 from __future__ import annotations
 
 import base64
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -73,7 +75,7 @@ class PackedFile:
         return made
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Spans:
     """Spans of a file, end to end. ``begin`` and ``length``: in the file. ``storage``: the index of
     a storage; the number of storages stands for the bytes around them. ``inside``: the first byte
@@ -84,18 +86,21 @@ class Spans:
     storage: Column
     inside: Column
 
+    @cached_property
+    def _lists(self) -> list[list[int]]:
+        # numpy takes several times as long for one number.
+        return [each.tolist() for each in (self.begin, self.length, self.storage, self.inside)]
+
     def within(self, offset: int, length: int) -> list[tuple[int, int, int]]:
         """Return storage, first byte in it, and length of each part of a range of the file."""
-        found = []
-        end = offset + length
-        # Methods of arrays: numpy's functions take several times as long for one number.
-        first = max(0, int(self.begin.searchsorted(offset, "right")) - 1)
-        for number in range(first, int(self.begin.searchsorted(end, "left"))):
-            begin = self.begin.item(number)
-            low, high = max(begin, offset), min(begin + self.length.item(number), end)
+        begins, lengths, storages, insides = self._lists
+        found, end = [], offset + length
+        number = max(0, bisect.bisect_right(begins, offset) - 1)
+        while number < len(begins) and (begin := begins[number]) < end:
+            low, high = max(begin, offset), min(begin + lengths[number], end)
             if low < high:
-                at = self.inside.item(number) + low - begin
-                found.append((self.storage.item(number), at, high - low))
+                found.append((storages[number], insides[number] + low - begin, high - low))
+            number += 1
         return found
 
 
