@@ -267,6 +267,8 @@ class _ZipBytes:
         flags = _WITH_DESCRIPTOR if size[0] else _UTF8
         padding = data_at - header_at - LOCAL.size - length - sized - _EXTRA.size
         extras = sized + _EXTRA.size + padding
+        if (extras > LIMIT16).any():  # numpy would cut it off without a word
+            raise UsageError("a zip file: padding to storage_alignment of torch is too long for it")
         local = [_rows(LOCAL, count, LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, length, extras), text]
         low, low_at = np.minimum(size, LIMIT32), np.minimum(header_at, LIMIT32)
         begin = (CENTRAL_MAGIC, 0, 0, flags, 0, 0, 0, crcs, low, low)
@@ -305,6 +307,4 @@ def _rows(form: struct.Struct, count: int, *columns: Column | int) -> NDArray[np
     made = np.empty(count, ",".join(f"<{each}" for each in form.format[1:]))
     for name, column in zip(made.dtype.names or (), columns, strict=True):
         made[name] = column
-        if (made[name] != column).any():  # numpy cuts it off without a word
-            raise UsageError("a zip file: padding to storage_alignment of torch is too long for it")
     return made.view(np.uint8).reshape(count, form.size)

@@ -19,7 +19,7 @@ def join(parts: Iterable[tuple[int, int]]) -> int:
     """The CRC32 of all bytes, given that of each part and its length in bytes."""
     total = 0
     for crc, length in parts:
-        total = _product(_power(8 * length), total) ^ crc
+        total = _product(_power(8 * length), total) ^ crc if total else crc
     return total
 
 
