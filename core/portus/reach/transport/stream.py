@@ -237,13 +237,12 @@ class Link:
         hashed."""
         with self._or_end():
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
-            warm = memoryview(bytearray(min(len(data), PIECE) if hasher is not None else 0))
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 if hasher is not None:
                     # Hashed and sent from a copy: the source may change in between (V2).
-                    warm[: len(piece)] = piece
-                    piece = warm[: len(piece)]
+                    hasher.warm[: len(piece)] = piece
+                    piece = hasher.warm[: len(piece)]
                     self._hash(piece, hasher)
                 self._put(piece)
                 self._put(memoryview(self.connection.note_sent(piece)))
@@ -514,7 +513,7 @@ def give(
             best_engine().move(batch, _lay_out(batch, scratch), digests, stop, crcs)
             link.send_payload(DATA, scratch.data[: batch.size], None)
             continue
-        hasher = _Hasher(digests, crcs)
+        hasher = _Hasher(digests, scratch.data, crcs)
         for unit, address, _, length in _rows(batch):
             link.send_payload(DATA, memory(address, length), hasher.of(unit))
             hasher.note()
@@ -531,7 +530,7 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
             there = replace(batch, address=_lay_out(batch, scratch))
             best_engine().move(there, batch.address, digests, stop)
             continue
-        hasher = _Hasher(digests)
+        hasher = _Hasher(digests, scratch.data)
         for unit, address, _, length in _rows(batch):
             link.fill(memory(address, length), hasher.of(unit))
             hasher.note()
@@ -547,7 +546,7 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
             rows = np.unique(batch.row)
             digests[rows] = copy(medium, batch.sources_at(_lay_out(batch, scratch)), Stop())
             continue
-        hasher = _Hasher(digests)
+        hasher = _Hasher(digests, scratch.data)
         for unit, _, offset, length in _rows(batch):
             for place in _places(medium, scratch.data, offset, length):
                 link.fill(place, hasher.of(unit))
@@ -577,9 +576,11 @@ def drain(link: Link, size: int) -> None:
 
 
 class _Hasher:
-    """The digest of one unit after another, and its CRC32 where that is wanted."""
+    """The digest of one unit after another, and its CRC32 where that is wanted. ``warm``: room for
+    a piece that is sent."""
 
-    def __init__(self, digests: Digests, crcs: Crcs | None = None) -> None:
+    def __init__(self, digests: Digests, warm: memoryview, crcs: Crcs | None = None) -> None:
+        self.warm: Final = warm
         self._digests: Final = digests
         self._crcs: Final = crcs
         self._row = -1
