@@ -169,7 +169,7 @@ class _Pairs:
                     f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
                     "convert that"
                 )
-            elif not _repeated_dims(target) <= _repeated_dims(spec):
+            elif 0 in target.strides and not _repeated_dims(target) <= _repeated_dims(spec):
                 self._misshapen.append(
                     f"{name} is expanded in the state: several of its elements are one place in "
                     "memory, and the version has a value for each; restore into what it was "
