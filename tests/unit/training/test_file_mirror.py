@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,52 @@ def test_what_the_run_removes_goes_after_the_newest_is_there(
     bucket.gate.set()
     run.files.close()
     assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
+def meanwhile(bucket: Bucket, act: Callable[[int], object], times: int) -> None:
+    """Have ``act`` happen during each of the next uploads."""
+    count, put_stream = itertools.count(), bucket.put_stream
+
+    def put_stream_late(name: str, parts: Iterable[bytes], size: int) -> None:
+        def asked() -> Iterator[bytes]:
+            for part in parts:
+                if (number := next(count)) < times:
+                    act(number)
+                yield part
+
+        put_stream(name, asked(), size)
+
+    bucket.put_stream = put_stream_late  # type: ignore[method-assign]
+
+
+def test_where_saves_come_faster_than_uploads_the_mirror_has_what_the_run_keeps_and_not_more(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    last, there = str(tmp_path / "run/ckpt/last.ckpt"), []
+
+    def save(step: int) -> None:
+        run.save(f"{step}.ckpt", step).wait()
+        run.files.link(last, str(tmp_path / f"run/ckpt/{step}.ckpt"))
+        until(lambda: os.path.islink(last) and os.readlink(last) == f"{step}.ckpt")
+        if step > 1:
+            run.remove(f"{step - 2}.ckpt")
+
+    def save_two(number: int) -> None:
+        there.append(MirroredFiles(bucket.behind, "run", "bucket").read())
+        for step in (2 * number + 1, 2 * number + 2):
+            save(step)
+
+    meanwhile(bucket, save_two, 8)
+    save(0)
+    until(lambda: run.here() == {"15.ckpt", "16.ckpt", "last.ckpt"})
+    run.files.close()
+    for state in there[2:]:
+        names = {os.path.basename(each.path): each.link for each in state.files}
+        assert len(names) <= 3, "what the run removed does not pile up"
+        assert names["last.ckpt"] in names
+    assert bucket.files() == {"ckpt/15.ckpt": 15, "ckpt/16.ckpt": 16, "ckpt/last.ckpt": -1}
+    assert os.readlink(last) == "16.ckpt"
 
 
 def test_what_is_removed_while_all_was_mirrored_stays_until_the_newest_is_there(
@@ -674,6 +720,54 @@ def test_a_machine_that_lost_all_its_directories_has_them_again_each_as_a_whole(
     assert [sorted(each) for each in seen] == [sorted(PARTS)], "all in one publication"
     assert set(os.listdir(tmp_path / "run" / "ckpt")) - {".portus"} == {"s2"}
     again.files.close()
+
+
+def objects(bucket: Bucket) -> set[str]:
+    """The names of all objects of the run, but for its log and for digests."""
+    names = {each.name.removeprefix("run/") for each in bucket.behind.list("")}
+    return {each for each in names if not each.startswith("_portus/log") and "xxh128" not in each}
+
+
+def test_a_directory_that_the_run_removes_while_it_is_uploaded_is_mirrored_nevertheless(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """Else nothing is where saves come faster than uploads."""
+    run, there = Directories(bucket, tmp_path / "run").begin(), []
+
+    def save_next(number: int) -> None:
+        if number % len(PARTS) == 1:  # in the middle of a directory
+            step = number // len(PARTS)
+            there.append(mirrored(bucket))
+            run.save(f"s{step + 1}", step + 1).wait()
+            run.remove(f"s{step}")
+            until(lambda: run.here() == {f"s{step + 1}"})
+
+    meanwhile(bucket, save_next, 5 * len(PARTS))
+    run.save("s0", 0).wait()
+    until(lambda: run.here() == {"s5"})
+    run.files.close()
+    assert there == [set(), *(parts(f"s{step}") for step in range(4))]
+    assert mirrored(bucket) == objects(bucket) == parts("s5")
+
+
+def test_what_was_uploaded_of_a_directory_that_is_given_up_does_not_stay(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    put_stream = bucket.put_stream
+
+    def put_first(name: str, parts: Iterable[bytes], size: int) -> None:
+        put_stream(name, parts, size)
+        for part in set(PARTS) - {os.path.basename(name)}:  # they are others from now on
+            os.utime(f"{run.checkpoints}/s0/{part}", (1, 1))
+
+    bucket.put_stream = put_first  # type: ignore[method-assign]
+    run.save("s0", 0).wait()
+    mirror = run.files._mirror
+    assert mirror is not None
+    until(lambda: bool(bucket.sent) and not mirror.backlog())
+    assert mirrored(bucket) == objects(bucket) == set()
+    run.files.close()
 
 
 def test_a_directory_that_is_removed_goes_there_too_and_one_that_was_left_comes(

@@ -65,6 +65,8 @@ class MirroredFiles(Mirror):
     def __init__(self, store: FileStore, model: str, name: str) -> None:
         """Asks nothing. name: of the store, for messages."""
         super().__init__(store, model, key=key_from_environment(), name=name)
+        self._uncounted: Final[set[str]] = set()
+        """Objects that were uploaded here, and that ``count`` was not told of."""
 
     def upload(
         self,
@@ -87,6 +89,7 @@ class MirroredFiles(Mirror):
         # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
+        self._uncounted.add(name)
         return FileAdded(
             path=path,
             name=name,
@@ -136,7 +139,16 @@ class MirroredFiles(Mirror):
         replaced += [self.state.file(path) for path in gone]
         # The entry first, then the deletion: the log never names an object that was deleted.
         self._say([*files, *map(FileRemoved, gone)])
+        self._uncounted.difference_update(each.name for each in files)
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
+
+    def drop_uncounted(self) -> None:
+        """Delete what was uploaded here, and is not going to count. Raises ``SupersededError``."""
+        if self._uncounted:
+            self.require()  # else some may be of the writer who has the term now
+            self._uncounted.difference_update(each.name for each in self.state.files)
+            self._sweep_away(list(self._uncounted))
+            self._uncounted.clear()
 
     def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
         """Upload again a file that is not there as it was uploaded, from ``file``, in its place.

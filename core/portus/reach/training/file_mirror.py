@@ -1,10 +1,10 @@
 """``DirectoryMirror``: the files of one run are copied to a store, behind training, newest first.
 
-Each committed file is uploaded whole, under its own name. A checkpoint that is a directory counts
-once all its files are there, by one entry of the log. What the run removes is removed there
-too, once nothing newer waits to be uploaded: so the store is never without the newest checkpoint
-that it had. A machine that has nothing of the run fetches the files before it looks for the one to
-go on from.
+Each committed file is uploaded whole, under its own name, also if the run removes it meanwhile. A
+checkpoint that is a directory counts once all its files are there, by one entry of the log. What
+the run removes is removed there too, once what was newest by then is there, or something newer: so
+the store is never without the newest checkpoint that it had. A machine that has nothing of the run
+fetches the files before it looks for the one to go on from.
 
 Beside the journal of the run a note says who this run on this machine is, and what it removed that
 is in the store still: after a kill it is removed there, too.
@@ -16,9 +16,10 @@ import contextlib
 import itertools
 import logging
 import os
+import posixpath
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -59,6 +60,9 @@ from portus.reach.training.links import replace_link
 _log: Final = logging.getLogger("portus")
 
 _NOTE: Final = ".mirror"
+
+_HELD_MAX: Final = 256
+"""Files of a directory that are open at once: a process may have 1,024."""
 
 _DRAFTS_S: Final = 60.0
 """The longest that an upload waits for files of other processes in the same directory."""
@@ -132,7 +136,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
         """Guards the note, and what is to be done."""
-        self._note: Final = _read_note(self._note_path)
+        note = _read_note(self._note_path)
+        self._own_run: Final = note.run
+        self._gone: Final = dict.fromkeys(note.gone, 0)
+        """What the run removed and the store may have still, and when the newest that had been
+        committed by then was written."""
         self._waiting: Final[dict[str, _Checkpoint]] = {}
         """What is not mirrored, by path."""
         self._links: Final[set[str]] = set()
@@ -183,6 +191,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._say(error)
             self._has_begun = True
             self._look()
+            with self._guard:
+                times = [each.time_ns for each in self._waiting.values()]
+                self._gone.update(dict.fromkeys(self._gone, max(times, default=0)))
         self.wake()
 
     def wake(self) -> None:
@@ -236,9 +247,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._waiting.pop(name, None)
             self._links.discard(name)
             is_there = name == self._uploaded or bool(self._there_in(name))
-            if is_there and name not in self._note.gone:
+            if is_there and name not in self._gone:
                 # Noted durably before it is removed here: after a kill nothing else would know.
-                self._note.gone.append(name)
+                self._gone[name] = self._newest_ns
                 self._write_note()
         self.wake()
 
@@ -274,8 +285,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
             if not self._mirror.is_claimed:
                 self._claim()
             while (found := self._next()) is not None:
+                links = self._links_now()
                 self._upload(found)
-            self._say_links()
+                # Not at the end alone: where saves come faster than uploads, there is none.
+                self._say_links(links)
+                self._remove_gone()
+            self._say_links(self._links_now())
             self._remove_gone()
 
     def _next(self) -> _Checkpoint | None:
@@ -303,6 +318,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     self._mirror.count(filed, gone)
                 self._has_copied, self._is_behind = True, False
                 self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
+        self._mirror.drop_uncounted()
         with self._guard:
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
@@ -315,29 +331,45 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 each for each in files if not _is_same(each, self._mirror.state.file(each.path))
             ]
         self._mirror.set_aside([each.path for each in files])
-        for file in files:
-            path = self._path_of(file.path)
-            try:
-                sent = use_file(path, partial(self._upload_from, found, file))
+        with contextlib.ExitStack() as held:
+            # All before the first is sent: the run may remove the directory meanwhile, and where
+            # saves come faster than uploads, it does each time.
+            opened = [self._hold(each, held) for each in files[:_HELD_MAX]]
+            for file, where in itertools.zip_longest(files, opened):
+                sent = self._send_file(found, file, where or self._path_of(file.path))
                 if sent is None:
                     return None
                 filed.append(sent)
-            except (UsageError, StaleError) as error:
-                if _is_there(path):
-                    raise  # the store refuses it
-                self._is_behind = True
-                _log.warning("portus: %s is not mirrored: %s", printable(path), error)
-                return None
-            except OSError as error:
-                if isinstance(error, PortusError):
-                    raise
-                if not isinstance(error, FileNotFoundError):  # else it was removed, or moved away
-                    self._is_behind = True
-                    _log.warning(
-                        "portus: %s is not mirrored: %s", printable(path), error.strerror or error
-                    )
-                return None
         return filed
+
+    def _hold(self, file: _File, held: contextlib.ExitStack) -> str:
+        """Return where a file is while ``held`` is open, also if it is removed meanwhile."""
+        path = self._path_of(file.path)
+        try:
+            number = os.open(path, os.O_RDONLY)
+        except OSError:
+            return path  # whoever opens it there says why
+        held.callback(os.close, number)
+        return f"/proc/self/fd/{number}"
+
+    def _send_file(self, found: _Checkpoint, file: _File, where: str) -> FileAdded | None:
+        """Upload a file that is open at ``where``; None as of ``_send``."""
+        path = self._path_of(file.path)
+        try:
+            return use_file(where, partial(self._upload_from, found, file))
+        except (UsageError, StaleError) as error:
+            if _is_there(path):
+                raise  # the store refuses it
+            cause = str(error)
+        except OSError as error:
+            if isinstance(error, PortusError):
+                raise
+            if isinstance(error, FileNotFoundError):  # it was removed, or moved away
+                return None
+            cause = error.strerror or str(error)
+        self._is_behind = True
+        _log.warning("portus: %s is not mirrored: %s", printable(path), cause)
+        return None
 
     def _upload_from(self, found: _Checkpoint, file: _File, opened: OpenFile) -> FileAdded | None:
         """Upload a file that is open; None if it is another one now."""
@@ -359,8 +391,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 time_ns=file.time_ns,
                 term=found.term,
             )
-        # If it was written to meanwhile, what was sent is of no single moment.
-        if not is_same():
+        # If it was written to meanwhile, what was sent is of no single moment. What is in a pool is
+        # never written to.
+        if opened.number is not None and not is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return sent
 
@@ -369,39 +402,61 @@ class DirectoryMirror(BackgroundCopier, Companion):
         files = self._mirror.state.files
         return [each.path for each in files if not each.retired and _is_in(each.path, name)]
 
-    def _say_links(self) -> None:
+    def _links_now(self) -> dict[str, str]:
+        """Where the links of the run lead."""
         with self._guard:
             links = list(self._links)
+        found = {}
         for name in links:
-            before = self._mirror.state.file(name)
-            try:
-                target = os.readlink(os.path.join(self._directory, name))
-            except OSError:
-                continue  # it is not there yet, or is a file now
-            if before is None or before.link != target:
+            with contextlib.suppress(OSError):  # it is not there yet, or is a file now
+                found[name] = os.readlink(self._path_of(name))
+        return found
+
+    def _say_links(self, links: Mapping[str, str]) -> None:
+        for name, target in links.items():
+            before, is_there = (
+                self._mirror.state.file(name),
+                self._there_in(_target_of(name, target)),
+            )
+            if is_there and (before is None or before.link != target):
                 self._mirror.link(name, target)
 
     def _remove_gone(self) -> None:
+        # What was to take their place is not there: the mirror would lose the newest that it has.
+        if self._is_behind:
+            return
+        links = {_target_of(each.path, each.link) for each in self._mirror.state.files if each.link}
         with self._guard:
             # Asked together: what waits by now is to take the place of what goes.
-            gone = [] if self._waiting else list(self._note.gone)
-        # What was to take their place is not there: the mirror would lose the newest that it has.
-        if not gone or self._is_behind:
+            waiting = [each.time_ns for each in self._waiting.values()]
+            gone = list(self._gone)
+            if waiting:
+                gone = [name for name in gone if name not in links and self._is_over(name, waiting)]
+        if not gone:
             return
         try:
             self._mirror.retire({each: self._there_in(each) for each in gone}, self._keep)
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
-            self._note.gone[:] = [each for each in self._note.gone if each not in gone]
+            for name in gone:
+                self._gone.pop(name, None)
             self._write_note()
+
+    def _is_over(self, name: str, waiting: Sequence[int]) -> bool:
+        """Return whether what took the place of a checkpoint is there. waiting: when what is not
+        was written."""
+        since = self._gone[name]
+        files = [each for each in self._mirror.state.files if _is_in(each.path, name)]
+        saved = max((each.time_ns for each in files), default=0)
+        return since <= self._mirrored_ns and not any(saved < each <= since for each in waiting)
 
     def _claim(self) -> None:
         state = self._mirror.read()
         if self._is_lost(state):
             assert state.newest_file is not None
             raise self._elsewhere(state.newest_file)
-        state = self._mirror.claim(who(), bytes.fromhex(self._note.run))
+        state = self._mirror.claim(who(), bytes.fromhex(self._own_run))
         with self._guard:
             self._write_note()
         try:
@@ -438,7 +493,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         newest = state.newest_file
         if newest is None or self._has(newest):
             return False
-        own = [each.number for each in state.terms if each.pool.hex() == self._note.run]
+        own = [each.number for each in state.terms if each.pool.hex() == self._own_run]
         if max(own, default=-1) >= newest.term:
             return False  # this run had all of that, and what is missing here was removed here
         there = {each.path: each for each in state.files}
@@ -616,9 +671,10 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return name.replace(os.sep, "/")
 
     def _forget_removal(self, name: str) -> None:
-        left = [each for each in self._note.gone if not _is_in(each, name)]
-        if len(left) < len(self._note.gone):
-            self._note.gone = left
+        back = [each for each in self._gone if _is_in(each, name)]
+        for each in back:
+            del self._gone[each]
+        if back:
             self._write_note()
 
     def _write_note(self) -> None:
@@ -628,7 +684,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         try:
             os.makedirs(directory, exist_ok=True)
             with open(fresh, "wb") as file:
-                file.write(msgspec.json.encode(self._note))
+                file.write(msgspec.json.encode(_Note(self._own_run, list(self._gone))))
                 file.flush()
                 # Before the rename, or a power cut may leave an empty note under the name.
                 os.fsync(file.fileno())
@@ -664,6 +720,10 @@ def _size_of(path: str, status: os.stat_result) -> int:
         with contextlib.suppress(PortusError, OSError):
             return use_file(path, lambda file: file.size)
     return status.st_size
+
+
+def _target_of(link: str, target: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
 
 
 def _is_in(path: str, above: str) -> bool:
