@@ -8,7 +8,7 @@ from typing import Final
 
 from portus.cli import words
 from portus.cli.options import Text, argument, option
-from portus.cli.output import Json, Output, counter
+from portus.cli.output import FOUND, Json, Output, counter
 from portus.cli.pools import version_document
 from portus.engine.directory.folder import FOLDER
 from portus.errors import UsageError
@@ -32,8 +32,9 @@ def command(
 ) -> None:
     """Fetch what a run on a machine with an empty disk would fetch.
 
-    For a run that saves files: all files that are not in DIR. For a pool: all versions; portus
-    export writes their files. An interrupted pull resumes when it is restarted.
+    For a run that saves files: all files that are not in DIR; exit code 1 if some are damaged
+    there, which are skipped. For a pool: all versions; portus export writes their files. An
+    interrupted pull resumes when it is restarted.
     """
     address, model = _address_and_model(mirror)
     root = os.path.abspath(os.path.expanduser(directory or "."))
@@ -86,7 +87,9 @@ def _pull_files(address: StoreAddress, model: str, root: str, output: Output) ->
     with contextlib.closing(
         DirectoryMirror(address, model, settings, root=root, checkpoints=root, home=home)
     ) as mirror:
-        paths = mirror.pull()
+        paths, is_whole = mirror.pull()
+    if not is_whole:  # the log of Python says what, and why
+        output.code = FOUND
     output.line(f"{root}: {model}: {words.count(len(paths), 'file')} from {address}")
     return {"model": model, "files": [os.path.join(root, each) for each in paths]}
 

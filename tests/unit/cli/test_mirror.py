@@ -418,6 +418,47 @@ def test_repair_brings_back_the_newest_file_whose_entry_of_the_log_is_lost(
         assert same(checkpointer.load(), state(2))
 
 
+@pytest.mark.parametrize("kind", ["flipped", "deleted"])
+def test_pull_leaves_out_what_is_damaged_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step).wait()
+    DAMAGES[kind](tmp_path / "bucket/run/step-00000001.pt")
+    assert portus("pull", url, "fresh").code == 1
+    there = {each.name for each in Path("fresh").glob("*.pt")}
+    assert there == {"step-00000002.pt", "step-00000003.pt"}
+    damage(max((tmp_path / "bucket/run/_portus/log").iterdir()))
+    assert portus("pull", url, "again").code == 1, "the log had more, perhaps"
+
+
+def test_a_mirror_without_its_log_says_how_to_get_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        checkpointer.save(state(1), 1).wait()
+    shutil.rmtree("bucket/run/_portus")
+    for command in (["pull", url, "fresh"], ["pull", f"{url}/run", "fresh"], ["verify", url]):
+        said = portus(*command)
+        assert (said.code, "with any client" in said.err) == (2, True), said
+    Path("run").rename("kept")
+    with pytest.raises(CorruptionError, match="with any client"):
+        face.Checkpointer("run", mirror=url, on_error="raise")
+    assert Path("bucket/run/step-00000001.pt").exists()
+    Path("kept").rename("run")
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        assert same(checkpointer.load(), state(1))
+        checkpointer.save(state(2), 2).wait()
+    assert portus("verify", url).code == 0
+    assert portus("pull", url, "fresh").code == 0
+    assert len(list(Path("fresh").glob("*.pt"))) == 2
+
+
 def test_repair_sends_the_version_whose_entry_of_the_log_is_lost(scene: Scene) -> None:
     damage(scene.objects("log")[0])
     assert scene.steps() == [10, 20]

@@ -37,10 +37,17 @@ from portus.reach.mirror.objects import (
     State,
     file_name,
     name_before,
+    prefix_of,
 )
 from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
+
+BY_HAND: Final = (
+    "Copy them into the directory of the run with any client of the store, check them with xxhsum "
+    "-c *.xxh128, and start the run: it mirrors them anew. To begin without, use another mirror"
+)
+"""What to do about files whose log is lost."""
 
 _COPIES: Final = 3
 """Times that a copy in the store is asked for. Each has another name: one that lands late copies
@@ -213,6 +220,18 @@ class MirroredFiles(Mirror):
         run: uploads that are under way or were cut off, or whose entry of the log is lost."""
         there = list(self._uploads())  # first: what counts by then is no find
         return self._without_name(there, self.read())
+
+    def require_no_files(self) -> None:
+        """Raise ``CorruptionError`` if there are files of a run whose log is lost: who has nothing
+        must not begin anew over them."""
+        found = {each.name for each in self._uploads()}
+        files = sorted(name for name in found if name + DIGEST_SUFFIX in found)
+        if files:
+            where = f"{self.name}/{prefix_of(self.model)}"
+            raise CorruptionError(
+                f"{where}: {LOG} is lost, and nothing says which of the {len(files)} files there "
+                f"count, such as {files[-1]}. {BY_HAND}"
+            )
 
     def sweep(self) -> int:
         """Delete what was uploaded a day ago or before that, and never counted; how many objects.

@@ -7,6 +7,7 @@ and the name of a model may both have slashes: the mirror that is there decides.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -14,15 +15,18 @@ from typing import Final
 
 from portus.errors import UsageError
 from portus.reach.mirror.address import StoreAddress, parse
-from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.files import BY_HAND, MirroredFiles
 from portus.reach.mirror.mirror import Mirror, models
-from portus.reach.mirror.objects import LOG, prefix_of
+from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import FileStore, Store
 
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
 _SHOWN: Final = 20
 """Models that an error lists."""
+
+_LOOKED_AT: Final = 1000
+"""Objects that are looked at before there is said to be no mirror."""
 
 
 class Mirrors:
@@ -57,6 +61,11 @@ class Mirrors:
     def has(self, model: str) -> bool:
         """True if there is one of that model. One request."""
         return next(self._store.list(prefix_of(model) + LOG), None) is not None
+
+    def has_files_alone(self) -> bool:
+        """True if there are files of runs whose log is lost. A list."""
+        found = itertools.islice(self._store.list(""), _LOOKED_AT)
+        return any(each.name.endswith(DIGEST_SUFFIX) for each in found)
 
     def close(self) -> None:
         """Let go of the store."""
@@ -117,6 +126,11 @@ def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
 def _advice(address: StoreAddress) -> str:
     with Mirrors(address) as mirrors:
         there = mirrors.models()
+        has_files = not there and mirrors.has_files_alone()
+    if has_files:
+        return (
+            f"there are files of a run here, and the log that says which count is lost. {BY_HAND}"
+        )
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"

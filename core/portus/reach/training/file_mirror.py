@@ -164,12 +164,13 @@ class DirectoryMirror(BackgroundCopier, Companion):
             state = self._mirror.read()
             return self._fetch_all(state) if self._is_lost(state) else 0
 
-    def pull(self) -> list[str]:
-        """Fetch what the store has and is not here, whoever has a newer history; the paths. Blocks.
-        Raises as ``fetch``."""
+    def pull(self) -> tuple[list[str], bool]:
+        """Fetch what the store has and is not here, whoever has a newer history; return the paths,
+        and whether that is all of it. Blocks. Raises as ``fetch``."""
         before = self._missing(state := self._mirror.read())
         self._fetch_all(state)
-        return [each.path for each in before if self._has(each)]
+        found = [each.path for each in before if self._has(each)]
+        return found, len(found) == len(before) and not self._mirror.damage
 
     def begin(self) -> None:
         """``fetch``, and from now on what the run commits is mirrored, and nobody else's: before
@@ -491,6 +492,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """True if what the store has is to be fetched: this machine has nothing of it. Raises
         ``ElsewhereError`` if this machine has what the store has not, of another history."""
         newest = state.newest_file
+        if not state.number and not any(self._images()):
+            self._mirror.require_no_files()
         if newest is None or self._has(newest):
             return False
         own = [each.number for each in state.terms if each.pool.hex() == self._own_run]
