@@ -7,8 +7,10 @@ import errno
 import itertools
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -855,6 +857,28 @@ def test_the_directory_of_a_checkpointer_has_a_mirror_with_the_same_files(
         assert checkpointer.load()["step"] == 3
         checkpointer.save({"step": 4}, 4)
     assert bucket.files() == {"step-00000003.pt": 3, "step-00000004.pt": 4}
+
+
+def test_who_ends_the_wait_of_a_checkpointer_hears_what_is_not_mirrored(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpointer = portus.Checkpointer(tmp_path / "run", mirror=bucket.address, mirror_wait=60)
+    bucket.gate.clear()
+    checkpointer.save({"step": 1}, 1).wait()
+    assert bucket.begun.wait(30)
+    bucket.error = TransportError("no answer")
+    main = threading.main_thread().ident
+    assert main is not None
+    ctrl_c = partial(signal.pthread_kill, main, signal.SIGINT)
+    timers = threading.Timer(0.3, ctrl_c), threading.Timer(1.0, bucket.gate.set)
+    for each in timers:
+        each.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.close()
+    assert "the mirror is behind: 1 checkpoints" in caplog.text
+    assert not [each for each in threading.enumerate() if each.name.startswith("portus-mirror")]
+    for each in timers:
+        each.join()
 
 
 def test_a_checkpointer_that_cannot_fetch_leaves_nothing_open(

@@ -60,7 +60,7 @@ class BackgroundCopier(ABC):
         self.address: Final = address
         self._model: Final = model
         self._store: Final = store
-        self._wait_s = wait_s
+        self._wait_s: Final = wait_s
         self._pause_max_s: Final = pause_max_s
         self._changed: Final = threading.Condition()
         self._thread: JoinableThread | None = None
@@ -137,16 +137,14 @@ class BackgroundCopier(ABC):
         return self._failure
 
     def close(self) -> None:
-        """Wait, for ``wait_s`` seconds at most, until all is mirrored; say what is not. A second
-        call after an interrupt does not wait."""
+        """Wait, for ``wait_s`` seconds at most, until all is mirrored; say what is not. Ctrl-C ends
+        the wait, and closes it all the same."""
         try:
             self.finish(self._wait_s)
-        except BaseException:  # Ctrl-C: whoever ends the wait does not want the next one
-            self._wait_s = 0.0
-            raise
-        self.end()
-        self._store.close()  # which ends the request that is under way
-        self.wait_for_end()
+        finally:
+            self.end()
+            self._store.close()  # which ends the request that is under way
+            self.wait_for_end()
 
     def finish(self, wait_s: float) -> None:
         """Nothing is committed any more: wait until all is mirrored, ``wait_s`` seconds at most."""

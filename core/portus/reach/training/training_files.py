@@ -336,7 +336,7 @@ class TrainingFiles:
                 journal.close()
             if mirror is not None:
                 try:
-                    _close(mirror)
+                    mirror.close()
                 finally:
                     self._mirror = None
 
@@ -466,12 +466,3 @@ def _sync_below(directory: str) -> None:
                 raise MediumError(
                     error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
                 ) from error
-
-
-def _close(mirror: DirectoryMirror) -> None:
-    """Wait until a mirror has everything. Ctrl-C ends the wait, and closes it all the same."""
-    try:
-        mirror.close()
-    except KeyboardInterrupt:
-        mirror.close()
-        raise
