@@ -742,7 +742,7 @@ def _series(name: str) -> str:
 
 def _umask() -> int:
     """Return the umask of this process, without setting it, which other threads would see."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+    with open("/proc/self/status", encoding="utf-8", errors="replace") as status:
         for line in status:
             if line.startswith("Umask:"):
                 return int(line.split()[1], 8)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.ma  # not on a thread, as np.unique does: a fork in the midst breaks a child
 import xxhash
 from numpy.typing import NDArray
 

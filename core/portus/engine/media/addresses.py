@@ -15,6 +15,9 @@ from portus.engine.media.process import leave_in_child, no_fork, not_here
 from portus.engine.spec import Extent
 from portus.errors import MediumError
 
+with suppress(ImportError):  # Windows has none
+    import resource
+
 RANGE_MAX: Final = 4 << 40
 """Bytes of addresses set aside for one medium. They cost nothing; a process has 128 TiB."""
 
@@ -199,7 +202,5 @@ def _pages(size: int) -> int:
 
 def _limit() -> int:
     """Bytes of addresses this process may have."""
-    import resource
-
     soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
     return 1 << 62 if soft == resource.RLIM_INFINITY else soft

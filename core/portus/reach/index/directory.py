@@ -113,7 +113,7 @@ def make_directory(directory: str) -> None:
             for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
                 path = os.path.join(directory, name)
                 if not os.path.exists(path):  # an adapter may have made the directory
-                    with open(path, "w", encoding="ascii") as file:
+                    with open(path, "w", encoding="utf-8") as file:
                         file.write(text)
     except OSError as error:
         raise MediumError(

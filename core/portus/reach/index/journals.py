@@ -179,7 +179,7 @@ def now_ns() -> int:
 def boot() -> str:
     """Return the id of this boot of this machine, or "" if the system has none."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read(64).strip()
     except OSError:
         return ""
