@@ -383,6 +383,19 @@ def test_a_save_in_a_handler_of_the_exit_is_finished(first: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "call", ["save({'by': 'handler'}, '1.pt')", "Checkpointer('.').save({'by': 'handler'}, 1)"]
+)
+def test_a_save_in_the_very_last_handler_of_the_exit_is_finished(call: str) -> None:
+    """It is older than the import of torch, so nothing of Portus runs after it."""
+    program = f"import atexit\natexit.register(lambda: portus.{call})\nimport torch, portus\n{SLOW}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load("1.pt" if call.startswith("save") else "step-00000001.pt") == {"by": "handler"}
+
+
+@pytest.mark.parametrize(
     "call", ["save(state, 'step-00000001.pt')", "portus.Checkpointer('.').save(state, 1)"]
 )
 def test_the_end_of_a_child_of_multiprocessing_finishes_its_saves(call: str) -> None:

@@ -104,16 +104,15 @@ def _writer() -> SharedWriter:
         _writers.append(SharedWriter(memory // _SHARE))
         atexit.unregister(_finish)
         atexit.register(_finish)
-        # Handlers of the exit that run after this one may save again, and a child that
-        # ``multiprocessing`` forks runs none: both end with these.
+        # Handlers that run after this one may save, and children of ``multiprocessing`` run none.
         if not any(each.still_active() for each in _finalizers):
             _finalizers[:] = [multiprocessing.util.Finalize(None, _finish, exitpriority=0)]
     return _writers[0]
 
 
 def is_blocking() -> bool:
-    """Return whether each save is to return when its file is there."""
-    return os.environ.get(BLOCKING, "0") not in ("", "0")
+    """Return whether each save is to return at its end: late in an exit nothing else waits."""
+    return multiprocessing.util.is_exiting() or os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
 @calls.mark
