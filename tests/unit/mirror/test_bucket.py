@@ -352,10 +352,21 @@ def test_a_process_that_ends_in_the_middle_of_a_call_ends_at_once(proxy: Request
     assert time.monotonic() - begun < 30
 
 
-def test_a_process_ends_well_while_a_thread_of_the_client_still_returns() -> None:
+@pytest.mark.parametrize(
+    "then",
+    [
+        "",
+        # Ctrl-C in the close: what it cut short, the exit does.
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "try: signal.setitimer(signal.ITIMER_REAL, 0.05); store.close()\n"
+        "except KeyboardInterrupt: sys.exit(0)\n"
+        "sys.exit('it was closed before the timer')\n",
+    ],
+)
+def test_a_process_ends_well_while_a_thread_of_the_client_still_returns(then: str) -> None:
     """Before Python 3.14 it died by SIGABRT, in one exit of twenty on a busy processor."""
     program = (
-        "import asyncio, threading, time\n"
+        "import asyncio, signal, sys, threading, time\n"
         "from portus.reach.mirror.address import parse\n"
         "from portus.reach.mirror.bucket import Bucket\n"
         "wake = asyncio.SelectorEventLoop._write_to_self\n"
@@ -365,7 +376,7 @@ def test_a_process_ends_well_while_a_thread_of_the_client_still_returns() -> Non
         "        for _ in range(3000): time.sleep(0.0001)\n"
         "asyncio.SelectorEventLoop._write_to_self = wake_slowly\n"
         "store = Bucket(parse('memory:a'))\n"
-        "store.put('a', b'x')\n"
+        "store.put('a', b'x')\n" + then
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False

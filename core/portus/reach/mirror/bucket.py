@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 import time
@@ -178,7 +179,7 @@ class Bucket:
 
     def close(self) -> None:
         """Close it as ``Store.close`` does; calls of other threads end with ``TransportError``."""
-        self._end()
+        self._calls.close()  # what Ctrl-C keeps from its end, ``_end`` closes at the exit
 
     def _open(self, retries: int) -> ObjectStore:
         from obstore import store as stores
@@ -329,6 +330,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
+        self.over: Final = asyncio.Event()
         self._futures: Final[set[weakref.ref[asyncio.Future[Any]]]] = set()
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -389,18 +391,18 @@ class _Calls:
         return done.result()
 
     def close(self) -> None:
-        """Cancel what runs, wait until it has ended, and end the thread."""
+        """Cancel what runs, wait until it has ended, and end the thread. A second call after Ctrl-C
+        waits too."""
         if os.getpid() != self._process:
             return
         with self._guard:
             self._is_closed = True
-            loop, thread = self._loop, self._thread
-            self._loop = self._thread = None
-        if loop is None or thread is None:
-            return
-        loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():  # the garbage collector may be in any
-            thread.join()
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # it has ended
+                    self._loop.call_soon_threadsafe(self._loop.over.set)
+        # The garbage collector may be in any thread.
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
     def _start(self) -> _Loop:
         if self._is_closed:
@@ -413,7 +415,7 @@ class _Calls:
 
 
 def _serve(loop: _Loop) -> None:
-    loop.run_forever()
+    loop.run_until_complete(loop.over.wait())
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
