@@ -373,7 +373,7 @@ def test_a_process_ends_well_while_a_thread_of_the_client_still_returns(then: st
         "def wake_slowly(loop):\n"
         "    wake(loop)\n"
         "    if isinstance(threading.current_thread(), threading._DummyThread):\n"
-        "        for _ in range(3000): time.sleep(0.0001)\n"
+        "        for _ in range(1000): time.sleep(0.0001)\n"
         "asyncio.SelectorEventLoop._write_to_self = wake_slowly\n"
         "store = Bucket(parse('memory:a'))\n"
         "store.put('a', b'x')\n" + then

@@ -68,7 +68,8 @@ _PARTS_MAX: Final = 10_000
 _COPY_MAX: Final = 2 << 30
 """Bytes of an object that one request copies. S3 takes 5 GiB, but a request has to end in time."""
 
-_THREADS_S: Final = 1.0
+_THREADS_S: Final = 10.0
+"""The longest that the end of a store waits for threads of obstore."""
 
 Result = TypeVar("Result")
 
@@ -340,11 +341,14 @@ class _Loop(asyncio.SelectorEventLoop):
 
     def wait_for_threads(self) -> None:
         """Return once no thread is about to give an answer, or still returns from that."""
+        from obstore.store import MemoryStore
+
         # It returns through Python. Until 3.14, one that does so while the interpreter ends takes
         # the process down, by SIGABRT.
         end = time.monotonic() + _THREADS_S
         while self._futures and time.monotonic() < end:
             time.sleep(0.001)
+            MemoryStore()  # any call: what a thread dropped without the GIL is freed by the next
 
 
 class _Calls:
