@@ -22,7 +22,7 @@ from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
 from portus.reach.mirror.opening import open_file_store
-from portus.reach.mirror.store import FileStore, MissingError
+from portus.reach.mirror.store import FileStore, MissingError, Part
 
 RUN = bytes(range(16))
 NUMBERS = itertools.count()
@@ -230,7 +230,7 @@ def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-        def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+        def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
             store.put_stream(name, parts, size)
             other.claim("another", bytes(16))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import threading
 from pathlib import Path
@@ -208,6 +209,27 @@ def test_a_file_that_was_damaged_or_cut_is_not_written_without_an_error(tmp_path
         damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with open(tmp_path / "whole", "w+b") as out, pytest.raises(CorruptionError, match="digest"):
             opened(damaged, file, objects).write(out.fileno(), "whole", lambda _: None)
+
+
+@pytest.mark.parametrize("at", [0, UNIT])
+def test_a_write_that_failed_silently_is_found(tmp_path: Path, at: int) -> None:
+    data = random.Random(4).randbytes(2 * UNIT + 9)
+    file = PackedFile("a", len(data), *(np.zeros((2, 0), np.int64)))
+    objects = [FileObject("a", len(data), digest(data))]
+    store = ModelStore()
+    store.put("a", data)
+    told: list[int] = []
+    with open(tmp_path / "whole", "w+b") as out:
+
+        def lose(size: int) -> None:
+            told.append(size)
+            if sum(told) > at:
+                os.pwrite(out.fileno(), bytes(9), at)
+
+        whole = ObjectFile("a store", file, objects, store.get_range)
+        with pytest.raises(CorruptionError, match="digest"):
+            whole.write(out.fileno(), "whole", lose)
+    assert sum(told) == len(data)
 
 
 def test_a_version_without_files_is_not_mirrored() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.format.checksum import UNIT
+from portus.reach.mirror.store import PART_SIZE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "mirrors.md").read_text()
 SMALL_ONES = 3
@@ -34,7 +34,7 @@ def test_what_1000_saves_cost_is_calculated_from_the_price_of_a_put(row: list[st
     size = re.search(r"(\d+) ([MG])iB", row[0])
     assert size is not None
     length = int(size[1]) << (20 if size[2] == "M" else 30)
-    puts = 1000 * (-(-length // UNIT) + SMALL_ONES)
+    puts = 1000 * (-(-length // PART_SIZE) + SMALL_ONES)
     assert row[1] == f"{puts:,}"
     decimals = len(row[2].partition(".")[2])
     assert row[2] == f"{puts / 1000 * float(price[1]):.{decimals}f}"

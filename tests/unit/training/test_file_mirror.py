@@ -26,7 +26,7 @@ from portus.errors import CorruptionError, MediumError, TransportError, UsageErr
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.opening import open_file_store
-from portus.reach.mirror.store import FileStore, UnwritableError
+from portus.reach.mirror.store import FileStore, Part, UnwritableError
 from portus.reach.training import file_mirror
 from portus.reach.training.training_files import TrainingFiles, _CheckpointRequest
 from tests.moments import until
@@ -51,8 +51,8 @@ class Bucket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
-        def asked() -> Iterator[bytes]:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
+        def asked() -> Iterator[Part]:
             for part in parts:
                 self.begun.set()
                 assert self.gate.wait(30)
@@ -190,7 +190,7 @@ def meanwhile(bucket: Bucket, act: Callable[[int], object], times: int) -> None:
     """Have ``act`` happen during each of the next uploads."""
     count, put_stream = itertools.count(), bucket.put_stream
 
-    def put_stream_late(name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_stream_late(name: str, parts: Iterable[Part], size: int) -> None:
         def asked() -> Iterator[bytes]:
             for part in parts:
                 if (number := next(count)) < times:
@@ -301,7 +301,7 @@ def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None
     sent = {}
     real = bucket.store.put_stream
 
-    def put_stream(name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_stream(name: str, parts: Iterable[Part], size: int) -> None:
         data = b"".join(parts)
         sent[name] = data
         real(name, [data], size)
@@ -758,7 +758,7 @@ def test_what_was_uploaded_of_a_directory_that_is_given_up_does_not_stay(
     run = Directories(bucket, tmp_path / "run").begin()
     put_stream = bucket.put_stream
 
-    def put_first(name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_first(name: str, parts: Iterable[Part], size: int) -> None:
         put_stream(name, parts, size)
         for part in set(PARTS) - {os.path.basename(name)}:  # they are others from now on
             os.utime(f"{run.checkpoints}/s0/{part}", (1, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 
 from portus.reach.versions.buffers import Rooms
@@ -70,3 +71,20 @@ def test_a_room_that_came_back_is_lent_again_and_one_of_an_error_is_not() -> Non
         raise ValueError("failed")
     with rooms.lent(1) as fifth, rooms.lent(1) as sixth:
         assert failed.ctypes.data not in {fifth.ctypes.data, sixth.ctypes.data}
+
+
+def test_a_room_that_was_given_is_lent_again_once_no_view_of_it_is_left() -> None:
+    rooms = Rooms(1 << 20)
+
+    def place(view: memoryview) -> int:
+        return np.frombuffer(view, np.uint8).ctypes.data
+
+    given = rooms.given(1 << 20)
+    first, part, array = place(given), given[7:9], np.frombuffer(given, np.uint8)
+    del given
+    others = [rooms.given(1)]
+    part.release()
+    others.append(rooms.given(1))
+    assert first not in map(place, others), "an array has it still"
+    del array
+    assert place(rooms.given(10)) == first

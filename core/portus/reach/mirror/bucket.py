@@ -46,7 +46,7 @@ from portus.reach.mirror.names import (
     short,
     writable_bytes,
 )
-from portus.reach.mirror.store import ListedObject
+from portus.reach.mirror.store import PART_SIZE, ListedObject, Part
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -60,7 +60,6 @@ _SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
 _SIDE_BY_SIDE: Final = 16
 """Deletions, one by one."""
 
-_PART_SIZE: Final = 16 << 20
 _PARTS_ABREAST: Final = 4
 _PARTS_MAX: Final = 10_000
 """Parts of an object, at most, at S3."""
@@ -120,7 +119,7 @@ class Bucket:
         path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put(path, data))
 
-    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
         path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put_stream(path, parts, size))
 
@@ -237,7 +236,7 @@ class Bucket:
     async def _put(self, path: str, data: bytes) -> None:
         await self._obstore.put_async(self._store, path, data, use_multipart=False)
 
-    async def _put_stream(self, path: str, parts: Iterable[bytes], size: int) -> None:
+    async def _put_stream(self, path: str, parts: Iterable[Part], size: int) -> None:
         """Upload an object in several parts, which become one object once all of them are there."""
         await self._obstore.put_async(
             self._store,
@@ -245,7 +244,7 @@ class Bucket:
             _chunks(parts),
             use_multipart=True,
             # S3 takes 10,000 parts of an object at most.
-            chunk_size=max(_PART_SIZE, -(-size // _PARTS_MAX)),
+            chunk_size=max(PART_SIZE, -(-size // _PARTS_MAX)),
             max_concurrency=_PARTS_ABREAST,
         )
 
@@ -309,7 +308,7 @@ _MEMORY: Final[dict[str, ObjectStore]] = {}
 """By name: what one store of this process writes, the others read."""
 
 
-async def _chunks(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+async def _chunks(parts: Iterable[Part]) -> AsyncIterator[Part]:
     for part in parts:
         yield part
 

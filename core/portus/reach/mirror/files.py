@@ -16,7 +16,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from portus.engine.copying.segments import Stop
-from portus.engine.format.checksum import UNIT
 from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
@@ -40,8 +39,9 @@ from portus.reach.mirror.objects import (
     prefix_of,
 )
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import FileStore, ListedObject
+from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
+from portus.reach.versions.buffers import Rooms
 
 BY_HAND: Final = (
     "Copy them into the directory of the run with any client of the store, check them with xxhsum "
@@ -108,18 +108,19 @@ class MirroredFiles(Mirror):
         )
 
     def _put(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
-        size = file.size
+        size, rooms = file.size, Rooms(PART_SIZE)
 
-        def pieces() -> Iterator[bytes]:
-            for start in range(0, size, UNIT):
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, size, PART_SIZE):
                 stop.check()
-                data = _read(file, start, UNIT)
-                if len(data) < min(UNIT, size - start):
+                part = rooms.given(min(PART_SIZE, size - start))
+                if file.size < start + len(part):
                     raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
-                yield data
-                stop.add(len(data))
+                file.load(start, part)
+                yield part
+                stop.add(len(part))
 
-        return self._objects.put_file(name, pieces(), size)
+        return self._objects.put_file(name, parts(), size)
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Have the files at ``paths`` count under other names, as far as the store copies objects:

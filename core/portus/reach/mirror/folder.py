@@ -27,7 +27,7 @@ from portus.reach.mirror.names import (
     short,
     writable_bytes,
 )
-from portus.reach.mirror.store import ListedObject, MissingError, UnwritableError
+from portus.reach.mirror.store import ListedObject, MissingError, Part, UnwritableError
 
 PARTIAL: Final = ".partial"
 """Below the root: what is being written."""
@@ -67,7 +67,7 @@ class Folder:
     def put(self, name: str, data: bytes) -> None:
         self.put_stream(name, [data], len(data))
 
-    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
         with self._translate_errors(UnwritableError):
             target = self._path(name)
             with self._write_partial(parts) as partial:
@@ -153,7 +153,7 @@ class Folder:
         return os.path.join(self._root, check_name(name, self))
 
     @contextlib.contextmanager
-    def _write_partial(self, parts: Iterable[bytes]) -> Iterator[str]:
+    def _write_partial(self, parts: Iterable[Part]) -> Iterator[str]:
         """A file of ``parts``, synced, under a name that is gone at the end."""
         home = os.path.join(self._root, PARTIAL)
         is_first = home not in self._safe
@@ -270,7 +270,7 @@ class Folder:
                     yield ListedObject(full, status.size, status.time_ns / 1e9)
 
 
-def _write(number: int, parts: Iterable[bytes]) -> None:
+def _write(number: int, parts: Iterable[Part]) -> None:
     for part in parts:
         view, done = memoryview(part), 0
         while done < len(view):

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.format.checksum import UNIT, digest
+from portus.engine.format.checksum import digest
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.reader import PoolReader
@@ -29,7 +29,7 @@ from portus.reach.mirror.objects import (
     model_of,
 )
 from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, files_in, pieces_of
-from portus.reach.mirror.store import FileStore, ListedObject, Store
+from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject, Part, Store
 from portus.reach.mirror.writer import Version, Writer, read_manifest
 from portus.reach.versions.file_bytes import FileBytes
 from portus.reach.versions.parallel import abreast
@@ -291,16 +291,17 @@ class _Source:
         return pieces_of(self._bytes.files[number], digests, partial(self._bytes.around, number))
 
 
-def _in_parts(pieces: Iterable[memoryview]) -> Iterator[bytes]:
-    """The same bytes, ``UNIT`` of them at a time."""
-    part = bytearray()
+def _in_parts(pieces: Iterable[memoryview]) -> Iterator[Part]:
+    """The same bytes, small pieces together."""
+    held, size = list[memoryview](), 0
     for piece in pieces:
-        while piece:
-            taken = piece[: UNIT - len(part)]
-            part += taken
-            piece = piece[len(taken) :]
-            if len(part) == UNIT:
-                yield bytes(part)
-                part.clear()
-    if part:
-        yield bytes(part)
+        if held and size + len(piece) > PART_SIZE:
+            yield _join(held)
+            held, size = [], 0
+        held.append(piece)
+        size += len(piece)
+    yield _join(held)
+
+
+def _join(pieces: Sequence[memoryview]) -> Part:
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -12,7 +12,7 @@ import xxhash
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import CorruptionError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, digest_line, prefix_of
-from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Store
+from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Part, Store
 from portus.reach.versions.parallel import abreast, in_any_order
 
 ABREAST: Final = 4
@@ -81,13 +81,13 @@ class ModelObjects:
         except MissingError as error:
             raise self._missing_error(name) from error
 
-    def put_file(self, name: str, parts: Iterable[bytes], size: int) -> bytes:
+    def put_file(self, name: str, parts: Iterable[Part], size: int) -> bytes:
         """Put a file, ``size`` bytes in ``parts``, and its digest beside it; return the digest.
         Raises also what asking for a part does."""
         assert isinstance(self.store, FileStore)
         hasher = xxhash.xxh3_128()
 
-        def pass_on() -> Iterator[bytes]:
+        def pass_on() -> Iterator[Part]:
             for part in parts:
                 hasher.update(part)
                 yield part

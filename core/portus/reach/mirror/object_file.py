@@ -9,6 +9,7 @@ of the objects.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +22,6 @@ import xxhash
 from portus.engine.copying.local import best_engine
 from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
 from portus.engine.format.checksum import UNIT
-from portus.engine.image.stored_file import Read
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.engine.media.file_calls import write_all
 from portus.errors import CorruptionError, MediumError
@@ -29,6 +29,7 @@ from portus.reach.index.file_table import PackedFile
 from portus.reach.media.local import naming_call
 from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.objects import FileObject
+from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parallel import abreast, in_any_order
 
 Load = Callable[[str, int, memoryview], None]
@@ -45,6 +46,9 @@ _GAP: Final = 256 << 10
 
 _CHECKED: Final = 4 * UNIT
 """Bytes in memory while they are only compared."""
+
+_HASHED: Final = 1 << 20
+"""Bytes that are read and then hashed, while they are in the processor's cache."""
 
 _Range = tuple[int, int]
 """A range of a file: its first byte, and the one behind its last."""
@@ -141,27 +145,33 @@ class ObjectFile(ReadOnlyMedium):
     def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
         """Write all of it to the open and empty file ``number``, verified. path: for messages.
         advance: told of bytes. Raises ``CorruptionError`` if an object is not as it was sent."""
+        rooms, again, there = Rooms(UNIT), memoryview(bytearray(_HASHED)), 0
 
-        def get(start: int) -> None:
-            data = memoryview(bytearray(min(UNIT, self.size - start)))
-            self.read(start, data)
-            with naming_call("write", path):
-                write_all(number, data, start)
-            advance(len(data))
+        def get(start: int) -> int:
+            with rooms.lent(min(UNIT, self.size - start)) as room:
+                self.read(start, room.data)
+                with naming_call("write", path):
+                    write_all(number, room.data, start)
+                return len(room)
 
-        def get_back(start: int, size: int) -> bytes:
+        def get_back(start: int, size: int) -> memoryview:
+            nonlocal there
+            while there < start + size:
+                there += (length := next(arriving))
+                advance(length)
             with naming_call("read", path):
-                return os.pread(number, size, start)
+                return again[: os.preadv(number, [again[:size]], start)]
 
-        in_any_order(get, range(0, self.size, UNIT), ABREAST)
-        # Read back from the file, so that a failed write shows as well.
-        for each, start in zip(self._objects, self._starts, strict=False):
-            found = digest_of(get_back, start, each.size)
-            if found != each.digest:
-                raise CorruptionError(
-                    f"{self._name}: {each.name}: expected the digest {each.digest.hex()}, found "
-                    f"{found.hex()}"
-                )
+        arriving = abreast(get, range(0, self.size, UNIT), ABREAST)
+        with contextlib.closing(arriving):
+            # Read back from the file, so that a failed write shows as well, while more arrives.
+            for each, start in zip(self._objects, self._starts, strict=False):
+                found = digest_of(get_back, start, each.size)
+                if found != each.digest:
+                    raise CorruptionError(
+                        f"{self._name}: {each.name}: expected the digest {each.digest.hex()}, "
+                        f"found {found.hex()}"
+                    )
 
     def close(self) -> None:
         """End what is read ahead. The store is its owner's."""
@@ -216,11 +226,11 @@ class ObjectFile(ReadOnlyMedium):
         in_any_order(read, missing, _count(missing))
 
 
-def digest_of(read: Read, start: int, size: int) -> bytes:
+def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: int) -> bytes:
     """Return the xxh3_128 of ``size`` bytes of a file, from ``start`` on."""
     hasher = xxhash.xxh3_128()
-    for at in range(start, start + size, UNIT):
-        hasher.update(read(at, min(UNIT, start + size - at)))
+    for at in range(start, start + size, _HASHED):
+        hasher.update(read(at, min(_HASHED, start + size - at)))
     return hasher.digest()
 
 

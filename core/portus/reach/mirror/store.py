@@ -24,9 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 from portus.errors import PortusError, UsageError
+
+PART_SIZE: Final = 8 << 20
+"""Bytes of a part that suit every store: a few of them are in memory at once, beside a training."""
+
+Part = bytes | memoryview
 
 
 class MissingError(PortusError):
@@ -82,10 +87,10 @@ class Store(Protocol):
 class FileStore(Store, Protocol):
     """A store of objects of any size."""
 
-    def put_stream(self, name: str, parts: Iterable[bytes], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
         """Make ``parts``, end to end, an object, as ``put`` does, but ask for each part when it is
-        needed; about ``size`` bytes in all. What asking raises is raised, and nothing has changed
-        then."""
+        needed, and let go of it once it is sent; about ``size`` bytes in all. What asking raises is
+        raised, and nothing has changed then."""
 
     def copy(self, name: str, target: str, size: int) -> bool:
         """Make the object ``name``, of ``size`` bytes, the object ``target`` as well, as ``put``

@@ -7,6 +7,7 @@ that costs more than the copy into it. So used memory is used again.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Final
 
@@ -28,11 +29,22 @@ class Rooms:
     def lent(self, length: int) -> Iterator[Room]:
         """Lend ``length`` bytes, at most ``size``, with arbitrary contents. After an error they are
         not lent again: the failed code may still use them."""
-        assert length <= self._size
-        try:
-            room = self._free.pop()
-        except IndexError:
-            room = np.empty(self._size, np.uint8)
+        room = self._take(length)
         # Not in a ``finally``: the room of a failed request is not lent again.
         yield room[:length]
         self._free.append(room)
+
+    def given(self, length: int) -> memoryview:
+        """Return the same, lent again once nobody has it, or a part of it, any more."""
+        room = self._take(length)
+        # An array of its own: all views of its bytes keep it, and none of them keeps the others.
+        part = room[:length]
+        weakref.finalize(part, self._free.append, room)
+        return part.data
+
+    def _take(self, length: int) -> Room:
+        assert length <= self._size
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self._size, np.uint8)
