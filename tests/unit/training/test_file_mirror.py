@@ -191,7 +191,7 @@ def meanwhile(bucket: Bucket, act: Callable[[int], object], times: int) -> None:
     count, put_stream = itertools.count(), bucket.put_stream
 
     def put_stream_late(name: str, parts: Iterable[Part], size: int) -> None:
-        def asked() -> Iterator[bytes]:
+        def asked() -> Iterator[Part]:
             for part in parts:
                 if (number := next(count)) < times:
                     act(number)

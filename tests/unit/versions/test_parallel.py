@@ -79,12 +79,12 @@ def test_a_room_that_was_given_is_lent_again_once_no_view_of_it_is_left() -> Non
     def place(view: memoryview) -> int:
         return np.frombuffer(view, np.uint8).ctypes.data
 
-    given = rooms.given(1 << 20)
+    given = rooms.give(1 << 20)
     first, part, array = place(given), given[7:9], np.frombuffer(given, np.uint8)
     del given
-    others = [rooms.given(1)]
+    others = [rooms.give(1)]
     part.release()
-    others.append(rooms.given(1))
+    others.append(rooms.give(1))
     assert first not in map(place, others), "an array has it still"
     del array
-    assert place(rooms.given(10)) == first
+    assert place(rooms.give(10)) == first

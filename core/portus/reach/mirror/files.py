@@ -113,7 +113,7 @@ class MirroredFiles(Mirror):
         def parts() -> Iterator[memoryview]:
             for start in range(0, size, PART_SIZE):
                 stop.check()
-                part = rooms.given(min(PART_SIZE, size - start))
+                part = rooms.give(min(PART_SIZE, size - start))
                 if file.size < start + len(part):
                     raise StaleError(f"{printable(path)}: it became shorter while it was mirrored")
                 file.load(start, part)

@@ -34,7 +34,7 @@ class Rooms:
         yield room[:length]
         self._free.append(room)
 
-    def given(self, length: int) -> memoryview:
+    def give(self, length: int) -> memoryview:
         """Return the same, lent again once nobody has it, or a part of it, any more."""
         room = self._take(length)
         # An array of its own: all views of its bytes keep it, and none of them keeps the others.
