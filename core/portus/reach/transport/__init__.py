@@ -1,1 +1,1 @@
-"""Messages and bytes between a trainer and a storage host: sockets, and verbs."""
+"""Transport of messages and bytes between a trainer and a storage host: sockets, and verbs."""

@@ -1,11 +1,12 @@
-"""Memory that the clients of a host make it hold: one budget, with a limit for each connection,
-for the connections of each tenant together, and for all.
+"""Memory that the clients of a host make it hold. One budget has a limit for each connection, for
+the connections of each tenant together, and for all.
 
-What passes (the body of a message while it comes, and what the work on it takes) is waited for, bit
-by bit: nobody has more than what was sent to him. What stays (pins, a save under way) is had at
-once or refused. Whoever has had passing memory for longest always gets more, up to the limit of a
-connection, which is kept free for that: so one at least goes on to its end. While others wait, who
-has memory has to make good use of it (``ConnectionBudget.is_wanted``).
+Memory is *passing* (the body of a message while it arrives, and the work on it) or *staying* (pins,
+a save under way). A client waits for passing memory piece by piece, so it never has more than it
+sent bytes for. It gets staying memory at once, or is refused. The connection that has had passing
+memory for longest always gets more, up to the limit of a connection, which is kept free for it: so
+at least one always finishes. While others wait, a connection has to make good use of its memory
+(``ConnectionBudget.is_wanted``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from typing import Final
 from portus.errors import TransportError, UsageError
 
 UNLIMITED: Final = 1 << 62
-"""Bytes of the budget of who is not to be limited: a client believes its host."""
+"""Bytes of the budget for a side without a limit: a client trusts its host."""
 
 FREE: Final = 64 << 10
-"""Bytes that need no share: of a body, of the work on it, and of what stays, of each connection."""
+"""Bytes of each connection that are not counted: of a body, of the work on it, and of staying
+memory."""
 
 
 class Budget:
-    """``size`` bytes. ``connection_max``, ``tenant_max``: of these, at most. Thread-safe."""
+    """``size`` bytes, of which a connection may have ``connection_max`` and a tenant
+    ``tenant_max``. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self.size: Final = size
@@ -37,7 +40,7 @@ class Budget:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that somebody has."""
+        """Bytes that connections have now."""
         with self._changed:
             return self._tenants.total()
 
@@ -46,9 +49,10 @@ class Budget:
         return ConnectionBudget(self)
 
     def fits(self, account: ConnectionBudget, size: int, *, passes: bool) -> bool:
-        """True if ``account`` may have so much more now. The guard is held."""
+        """Return True if ``account`` may have ``size`` more bytes now. The caller holds the
+        guard."""
         oldest = next(iter(self._passing), account)
-        # The half that ``room`` leaves out is kept for this one, so somebody always finishes.
+        # The half that ``room`` leaves out is kept for the oldest, so one always finishes.
         if passes and account is oldest:
             return True
         beside = Counter({oldest.tenant: oldest.passing})
@@ -59,8 +63,8 @@ class Budget:
 
 
 class ConnectionBudget:
-    """What one connection has: ``passing`` and ``staying`` bytes. ``tenant``: whose it is, once
-    that is known, and before anything is taken."""
+    """The memory of one connection: ``passing`` and ``staying`` bytes. ``tenant``: its tenant, set
+    once it is known, and before any memory is taken."""
 
     def __init__(self, budget: Budget) -> None:
         self.tenant = ""
@@ -70,11 +74,12 @@ class ConnectionBudget:
 
     @property
     def is_wanted(self) -> bool:
-        """True if this one has passing memory, and others wait for some."""
+        """True if this connection has passing memory, and others wait for some."""
         return self.passing > 0 and self._budget._waiting > 0
 
     def excess(self, size: int) -> UsageError | None:
-        """What to say if ``size`` more passing bytes are more than a connection may have."""
+        """Return the error if ``size`` more passing bytes are more than a connection may have, else
+        None."""
         budget, wanted = self._budget, self._charge(self.staying) + self.passing + size
         if wanted <= budget.connection_max:
             return None
@@ -84,7 +89,8 @@ class ConnectionBudget:
         )
 
     def take(self, size: int, timeout_s: float) -> bool:
-        """Take ``size`` more bytes that pass; False if they were not free within ``timeout_s``."""
+        """Take ``size`` more passing bytes; return False if they were not free within
+        ``timeout_s``."""
         budget = self._budget
         with budget._changed:
             if not budget.fits(self, size, passes=True):
@@ -103,7 +109,7 @@ class ConnectionBudget:
             return True
 
     def keep(self, size: int) -> None:
-        """Take ``size`` more bytes that stay, or give some back if it is negative. Raises
+        """Take ``size`` more staying bytes, or give some back if it is negative. Raises
         ``TransportError``, and then nothing has changed."""
         budget = self._budget
         with budget._changed:
@@ -116,7 +122,7 @@ class ConnectionBudget:
                 budget._changed.notify_all()
 
     def give_back(self) -> None:
-        """What passed is given back."""
+        """Give the passing memory back."""
         budget = self._budget
         with budget._changed:
             if budget._passing.pop(self, self) is None:
@@ -125,12 +131,12 @@ class ConnectionBudget:
                 budget._changed.notify_all()
 
     def close(self) -> None:
-        """Give all of it back."""
+        """Give all memory back."""
         self.give_back()
         self.keep(-self.staying)
 
     def busy(self, size: int) -> TransportError:
-        """What to say when there are no ``size`` bytes."""
+        """Return the error for a request of ``size`` bytes that are not free."""
         budget = self._budget
         with budget._changed:
             return TransportError(

@@ -1,7 +1,7 @@
 """Memory of CUDA devices as a file descriptor, by which a network card reaches it. No torch.
 
-The driver's library gives a dmabuf for a range of its addresses: whole pages of this machine. It
-is not there on a machine without such a device, and older ones lack the call.
+The driver's library exports a range of its addresses as a dmabuf, in whole pages of this machine. A
+machine without such a device has no library, and older libraries lack the call.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _CALLS: Final[dict[str, list[Any]]] = {
         *(_pointer, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_ulonglong)
     ],
 }
-"""What is called, and with what; each returns an int, 0 if it was done."""
+"""The calls of the library, with the types of their arguments. Each returns an int, 0 for
+success."""
 
 
 class Driver:
     """The CUDA driver of this machine. Devices are numbered as this process sees them."""
 
     def __init__(self, library: Any) -> None:
-        """Raises ``TransportError`` if it cannot be used."""
+        """Raise ``TransportError`` if the driver cannot be used."""
         self._library: Final = library
         for name, arguments in _CALLS.items():
             call = getattr(library, name, None)
@@ -49,16 +50,17 @@ class Driver:
         self._do("cuInit", 0)
 
     def count(self) -> int:
-        """How many devices there are. Raises ``TransportError``."""
+        """Return the number of devices. Raises ``TransportError``."""
         return self._number("cuDeviceGetCount")
 
     def exports(self, device: int) -> bool:
-        """True if the memory of that device can be had as a dmabuf. Raises ``TransportError``."""
+        """Return True if the memory of a device can be exported as a dmabuf. Raises
+        ``TransportError``."""
         return self._number("cuDeviceGetAttribute", _DMABUF_SUPPORTED, self._device(device)) != 0
 
     def export(self, device: int, address: int, length: int) -> tuple[int, int]:
-        """A dmabuf with these bytes of a device's memory in it: a descriptor, which the caller
-        closes, and the offset of the first byte. Raises ``TransportError``."""
+        """Return a dmabuf that contains these bytes of a device's memory: a descriptor, which the
+        caller closes, and the offset of the first byte. Raises ``TransportError``."""
         # The driver exports whole pages of the host only.
         start = address - address % mmap.PAGESIZE
         end = -(-(address + length) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -93,7 +95,7 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """Return the CUDA driver of this machine. Raises ``TransportError`` if there is none."""
+    """Return the CUDA driver of this machine. Raise ``TransportError`` if there is none."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
     except OSError as error:

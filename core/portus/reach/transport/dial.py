@@ -1,4 +1,4 @@
-"""How a client reaches a storage host: the socket, TLS, the greeting and the proofs."""
+"""How a client connects to a storage host: the socket, TLS, the greeting and the proofs."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
 AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
 TRANSPORT_VARIABLE: Final = "PORTUS_TRANSPORT"
 GREETING_S: Final = 5.0
-"""The longest that connecting, and then each word of the greeting, may take."""
+"""The longest that connecting, and then each message of the greeting, may take."""
 
 OPENING_S: Final = 30.0
-"""The longest for the last word: the host may have to open the pool first."""
+"""The longest for the last message: the host may have to open the pool first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """``secret``: shared with the host; None: none. ``authority_path``: certificates that TLS
-    believes (PEM); None: those of the system. ``secret_path``: where the secret was read; None:
-    nowhere."""
+    trusts (PEM); None: those of the system. ``secret_path``: the file of the secret; None: no
+    file."""
 
     secret: bytes | None = None
     authority_path: str | None = None
@@ -59,13 +59,14 @@ class Credentials:
 
     @classmethod
     def from_environment(cls) -> Credentials:
-        """What ``$PORTUS_SECRET_FILE`` and ``$PORTUS_TLS_CA`` name. Raises ``UsageError``."""
+        """Return the credentials that ``$PORTUS_SECRET_FILE`` and ``$PORTUS_TLS_CA`` name. Raises
+        ``UsageError``."""
         path = os.environ.get(SECRET_VARIABLE)
         secret = read_secret(path) if path else None
         return cls(secret, os.environ.get(AUTHORITY_VARIABLE) or None, path or None)
 
     def again(self) -> Credentials:
-        """Return these with the secret that its file has now. Raises ``UsageError``."""
+        """Return these credentials with the present secret of its file. Raises ``UsageError``."""
         return (
             self
             if self.secret_path is None
@@ -74,12 +75,12 @@ class Credentials:
 
 
 def transport_wished() -> Transport:
-    """What ``$PORTUS_TRANSPORT`` says. Raises ``UsageError``."""
+    """Return the transport that ``$PORTUS_TRANSPORT`` chooses. Raises ``UsageError``."""
     return Transport.of(os.environ.get(TRANSPORT_VARIABLE, ""), TRANSPORT_VARIABLE)
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in a file, without space around it. Raises ``UsageError``."""
+    """Return the secret in a file, without space around it. Raises ``UsageError``."""
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -90,7 +91,8 @@ def read_secret(path: str) -> bytes:
 
 
 def check_secret(secret: bytes, path: str, mode: int) -> bytes:
-    """``secret``, if it is long enough and its file is nobody else's. Raises ``UsageError``."""
+    """Return ``secret``. Raise ``UsageError`` if it is too short, or if other users can read its
+    file."""
     if mode & 0o077:
         raise UsageError(
             f"{path}: other users can read this secret (mode {mode:o}): chmod 600 {path}"
@@ -104,10 +106,10 @@ def check_secret(secret: bytes, path: str, mode: int) -> bytes:
 
 
 def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[Link, Welcome]:
-    """A conversation that is ready, and what the host said of the pool.
+    """Return a link that is ready, and the host's welcome, with the facts of the pool.
 
-    silence_s: the longest wait for the host from then on. Raises ``TransportError`` when it cannot
-    be reached, and what it refuses.
+    silence_s: the longest wait for the host from then on. Raises ``TransportError`` if no host
+    answers, and the host's refusal as an error.
     """
     with contextlib.ExitStack() as undo:
         link = Link(
@@ -124,17 +126,17 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
 
 
 def expect(answer: Said, kind: type[Expected], at: str = "") -> Expected:
-    """``answer``, if it is of that kind. Raises as ``error_of`` says."""
+    """Return ``answer`` if it is of that kind. Raise the error of ``error_of`` for any other."""
     if not isinstance(answer, kind):
         raise error_of(answer, at)
     return answer
 
 
 def error_of(answer: Said, at: str = "") -> PortusError:
-    """The error that a refusal stands for; for any other message, that it was not expected. at:
-    what the text begins with.
+    """Return the error that a refusal stands for; for any other message, that it was not expected.
+    at: the beginning of the error's text.
 
-    Whoever listens there may refuse a greeting, and has proved nothing: what it says is made
+    Any process that listens there may refuse a greeting, without any proof. So its text is made
     ``printable``.
     """
     if isinstance(answer, Full):
@@ -147,7 +149,8 @@ def error_of(answer: Said, at: str = "") -> PortusError:
 
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
-    # A host that its replica refuses passes this on to its trainers: they must hear which it was.
+    # A host whose replica refuses it passes the text on to its trainers, who must see which host it
+    # was.
     at = f"{address}: "
     try:
         heard = link.ask(Hello(MAGIC, VERSION, address.tenant, nonce))
@@ -168,7 +171,7 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
         proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
     welcome = expect(link.ask(ClientProof(proof), OPENING_S), Welcome, at)
     if secret is not None:
-        # The host proves itself, too: anybody could listen at this port.
+        # The host proves itself, too: any process could listen at this port.
         expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
         if not equal(welcome.proof, expected):
             raise UsageError(f"{address} does not know the secret: this is not the storage host")
@@ -205,10 +208,11 @@ def _connect(address: Address, credentials: Credentials) -> socket.socket:
 
 
 def _trusting(path: str | None) -> ssl.SSLContext:
-    """path: of certificates; None: those of the system. Raises ``UsageError``."""
+    """Return a TLS context that trusts the certificates at ``path``, or those of the system if it
+    is None. Raises ``UsageError``."""
     try:
         return ssl.create_default_context(cafile=path)
-    except OSError as error:  # of TLS too: what is there is no certificate
+    except OSError as error:  # also TLS's error for a file without a certificate
         raise UsageError(
             f"{path}: cannot read certificates: {error.strerror or error}; "
             f"{AUTHORITY_VARIABLE} must name a PEM file of certificates"

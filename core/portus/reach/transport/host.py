@@ -1,13 +1,14 @@
-"""A pool on a storage host, as a medium and its locks: for reading, as any other.
+"""A pool on a storage host, as a medium and its locks; reads work as on any other pool.
 
-``Links`` are the connections of one client to one host. A connection that broke is replaced by a
-new one when somebody needs it; while the host does not answer, calls fail at once between two
-tries, so that training is never held up by a host that is down. One that hangs is asked in the
-background: once somebody waited for it in vain, nobody else does until it answers. A connection
-that moves tensors gets a ``ClientLane``, where verbs can be had.
+``Links`` are the connections of one client to one host. A broken connection is replaced when one is
+needed. While the host does not answer, calls fail at once between two attempts, so a host that is
+down never delays training. A host that hangs is asked in the background: after one wait in vain no
+other call waits until it answers. A connection that moves tensors gets a ``ClientLane``, where
+verbs are available.
 
-Of a host and its replica the first one is asked, and the second one where that does not answer, or
-says that the model went on there. Who has claimed a model at the second one stays there.
+With a replica, the client asks the first host. It asks the second if the first does not answer, or
+says that the model has moved there. A client that has claimed a model at the second host stays with
+it.
 """
 
 from __future__ import annotations
@@ -60,28 +61,28 @@ _log: Final = logging.getLogger("portus")
 STORAGE_HOST: Final = MediumKind("storage host", is_remote=True)
 
 ANSWER_S: Final = 5.0
-"""The longest that a host may take for an answer that is no work. Each save begins with such a
-question, so one that hangs holds a training up for no longer."""
+"""The longest wait for an answer that needs no work. Each save begins with such a question, so a
+host that hangs delays training by no more than this."""
 
 SILENCE_S: Final = 30.0
-"""The longest that a host may say nothing in the middle of a request."""
+"""The longest silence of a host in the middle of a request."""
 
 WORK_S: Final = 600.0
-"""The longest that it may work on an answer: persist, or hash. Meanwhile it is asked whether it
-still lives: a thread of a host works, the others answer. One that vanished is noticed by keepalive.
-"""
+"""The longest that a host may work on an answer: persist, or hash. Meanwhile the client asks it
+whether it is alive: one thread of the host works, and others answer. Keepalive notices a host that
+vanished."""
 
 ROOM_S: Final = 60.0
-"""The same for room: a training may be waiting."""
+"""The same for a request for room: training may be waiting."""
 
 _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 _BYTES_S_MIN: Final = 10e6
 _LOADED_MAX: Final = 4096
-"""Ranges that are asked for at once."""
+"""Ranges in one request."""
 
 _IDLE_MAX: Final = 4
-"""Connections kept open that nobody uses."""
+"""Unused connections that are kept open."""
 
 
 class Links:
@@ -97,24 +98,24 @@ class Links:
         log: str = "",
         durable: int = 1,
     ) -> None:
-        """Connects. model: the one that is saved over these connections, by nobody else. claim_s:
-        the longest wait for another client to let go of it; None: the host's. log: below what a
-        replica keeps the log of the model. durable: 2 for a host that has a replica, and leads.
+        """Connect. model: the model that this client saves, and no other client. claim_s: the
+        longest wait for another client to release it; None: the host's. log: the prefix under which
+        a replica keeps the model's log. durable: 2 for a host that has a replica, and leads.
 
-        Raises ``TransportError`` if nobody answers, and what the host refuses.
+        Raises ``TransportError`` if no host answers, and a refusal of the host as an error.
         """
         self.address: Final = address
         self._hosts: Final = address.each
         self._at = 0
         """The number of the host that is asked first."""
         self._of: Final = weakref.WeakKeyDictionary[Link, tuple[int, Welcome]]()
-        """The host that each connection leads to, by its number, and how that greeted it."""
+        """The number of each connection's host, and the host's welcome."""
         self._log: Final = log
         self._durable: Final = durable
         self.answer_s = ANSWER_S
         self.silence_s: Final = SILENCE_S
         self.verbs: Regions | None = None
-        """What is registered for the host; None: it reaches nothing by itself."""
+        """The regions registered for the host; None: the host cannot reach memory here."""
         self._wish: Final = transport_wished()
         self._settled = self._wish is Transport.TCP
         self._lanes: Final[weakref.WeakKeyDictionary[Link, ClientLane]] = (
@@ -142,16 +143,16 @@ class Links:
                 raise
 
     def borrow(self) -> Link:
-        """A connection that is ready, for one thread. Raises as the constructor.
+        """Return a connection that is ready, for one thread. Raises as the constructor.
 
-        While the host is down this fails at once, but for one try now and then.
+        While the host is down this fails at once, except for an attempt now and then.
         """
         while True:
             with self._guard:
                 link = self._idle.pop() if self._idle else None
             if link is None:
                 return self._dial()
-            # A host that was restarted has closed it, and a save must not fail for that.
+            # A restarted host has closed it, and a save must not fail for that.
             if link.is_alive() and self._leads(link):
                 return link
             link.close()
@@ -188,7 +189,7 @@ class Links:
         return lane
 
     def do_without(self, why: TransportError) -> None:
-        """Use no verbs from now on. Raises ``UsageError`` if the user asked for verbs."""
+        """Use no verbs from now on. Raise ``UsageError`` if the user asked for verbs."""
         if self._wish is Transport.VERBS:
             raise UsageError(
                 f"{self.address}: {TRANSPORT_VARIABLE}=verbs, but verbs cannot be used: {why}"
@@ -202,8 +203,8 @@ class Links:
         )
 
     def revoke(self, link: Link) -> None:
-        """Close a connection; when this returns the host reaches nothing through it. If it broke,
-        those that nobody uses are not believed any more: the next one is greeted first."""
+        """Close a connection; when this returns, the host reaches no memory through it. If it was
+        broken, close the idle ones too, so that the next one is greeted first."""
         broke = link.closed
         lane = self._lanes.pop(link, None)
         if lane is not None:
@@ -216,11 +217,11 @@ class Links:
             self._hangs(link.silence)
 
     def _leads(self, link: Link) -> bool:
-        """False for a connection to the host that was left."""
+        """Return False for a connection to the host that the client has left."""
         return self._of[link][0] == self._at
 
     def uuid_of(self, link: Link) -> bytes:
-        """The identity of the pool that a connection leads to, also after the host was left."""
+        """Return the identity of a connection's pool, also after the client has left the host."""
         return self._of[link][1].uuid
 
     def _taken_idle(self) -> list[Link]:
@@ -230,7 +231,7 @@ class Links:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[Link]:
-        """A connection for a few requests."""
+        """Yield a connection for a few requests."""
         link = self.borrow()
         try:
             yield link
@@ -238,26 +239,27 @@ class Links:
             self.give_back(link)
 
     def ask(self, message: Said, kind: type[Expected], silence_s: float | None = None) -> Expected:
-        """Send one request on any connection, and return its answer, of that kind. silence_s: if it
-        is work. Raises what was refused."""
+        """Send one request on any connection, and return its answer, of that kind. silence_s: a
+        longer wait, for an answer that needs work. Raises a refusal as an error."""
         with self.lend() as link:
             return expect(link.ask(message, silence_s or self.answer_s), kind)
 
     def ask_for_work(self, link: Link, message: Said) -> Said:
-        """The answer to what may take long: the host is waited for, ``WORK_S`` at most, as long as
-        it answers a question over another connection now and then. Raises ``TransportError``."""
+        """Return the answer to a request that may take long. The client waits ``WORK_S`` at most,
+        as long as the host answers a question over another connection now and then. Raises
+        ``TransportError``."""
         link.send(message)
         for _ in range(max(1, int(WORK_S / self.silence_s))):
             if not link.is_silent(self.silence_s):
                 break
-            # Over another connection: this one is silent while its thread works.
+            # Over another connection: the host's thread for this one is at work.
             self.ask(said.Status(), said.Standing)
             if not self._leads(link):  # then another host has answered
                 raise SilentError(f"{link.name}: no answer, and it is {self._hosts[self._at]} now")
         return link.hear()
 
     def close(self) -> None:
-        """Let go of all that are not in use, and of the device. A second call does nothing."""
+        """Close all idle connections, and the RDMA device. A second call does nothing."""
         self._over.set()
         with self._guard:
             verbs, self.verbs = self.verbs, None
@@ -292,7 +294,7 @@ class Links:
             raise MediumError(errno.EBADF, f"{self.address}: used after it was closed")
         why, now_s = self._why, time.monotonic()
         if why is not None:
-            # It was waited for once, in vain; each further wait would hold training up for seconds.
+            # One call has waited in vain; each further wait would delay training for seconds.
             if self.hangs:
                 raise TransportError(f"{why} (retrying in the background until it answers)")
             if now_s < self._again_s:
@@ -306,12 +308,12 @@ class Links:
 
     @property
     def hangs(self) -> bool:
-        """True from a wait in vain until the host has answered the thread that asks."""
+        """True from a wait in vain until the host has answered the background thread."""
         asking = self._asking  # in a forked child it is not alive
         return asking is not None and asking.is_alive()
 
     def _hangs(self, why: TransportError) -> None:
-        """Let nobody wait for the host from now on, until it answers a thread that asks."""
+        """Stop all waits for the host, until it answers a background thread."""
         with self._guard:
             if self._over.is_set() or self.hangs:
                 return
@@ -326,7 +328,7 @@ class Links:
                 return
             except PortusError as error:
                 if not _is_silence(error):
-                    return  # it is down, or refuses: whoever needs it tries, and hears so at once
+                    return  # it is down, or refuses: the next call that needs it learns so at once
             self._over.wait(self._pause_s)
 
     def _try_hosts(self) -> Link:
@@ -334,20 +336,20 @@ class Links:
         try:
             link = self._reach()
         except TransportError as error:
-            # At most ``_PAUSE_MAX_S``, so that a host that is back is found soon.
+            # At most ``_PAUSE_MAX_S``, to find a host soon after it is back.
             self._pause_s = min(_PAUSE_MAX_S, max(_PAUSE_MIN_S, 2 * self._pause_s))
             self._why, self._again_s = error, time.monotonic() + self._pause_s
             raise
         except PortusError as error:
             if not self._was_in:
                 raise
-            # It let us in before: the call is not wrong, the host is not what it was.
+            # It accepted us before, so the call is right, and the host has changed.
             raise TransportError(f"{self.address} refuses us now: {error}") from error
         with self._guard:
             leads = self._leads(link)
             if leads:
                 self.welcome = self._of[link][1]
-        if not leads:  # another thread went to the other host, while this one was greeted
+        if not leads:  # another thread moved to the other host during this greeting
             link.close()
             return self._try_hosts()
         self._was_in = True
@@ -357,8 +359,8 @@ class Links:
         return link
 
     def _reach(self) -> Link:
-        """A connection that is greeted, and has the claim; by the second host where the first one
-        does not answer, or has not what counts."""
+        """Return a connection that is greeted and has the claim. It is to the other host if this
+        one does not answer, or lacks the newest version."""
         try:
             return self._claim_at(self._at)
         except (TransportError, StaleError) as error:
@@ -378,27 +380,27 @@ class Links:
             )
             with self._guard:
                 self._at = other
-            for each in self._taken_idle():  # what was left may be reached again
+            for each in self._taken_idle():  # the host that was left may come back
                 each.close()
             return found
 
     def _claim_at(self, at: int) -> Link:
-        """A connection to that host that is greeted, and has the claim. Raises ``TransportError``
-        too if the host has not what counts of the model."""
+        """Return a connection to a host that is greeted and has the claim. Raises
+        ``TransportError`` too if the host lacks the model's newest version."""
         link, welcome = self._let_in(self._hosts[at])
         self._of[link] = (at, welcome)
         try:
             if self._claim is not None:
                 if at == 1 and not expect(link.ask(said.List(self._log, "")), said.Listed).names:
-                    # Then the first host alone can tell what there is to go on from.
+                    # Then only the first host knows the version to continue from.
                     raise TransportError(
                         f"{link.name} keeps no replica of model {self._claim.model!r}: is the "
                         "first host served with --replica?"
                     )
                 self._claim_on(link, self._claim)
                 if self._durable > 1 and not self._was_in:
-                    # What a host has that does not lead the model may not be the newest, and
-                    # nothing that it commits would count.
+                    # A host that does not lead the model may lack its newest version, and its
+                    # commits would not count.
                     settle = said.Settle(self._claim.model, bytes(16))
                     expect(link.ask(settle, SILENCE_S), said.Done)
         except BaseException:
@@ -407,7 +409,8 @@ class Links:
         return link
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
-        """A connection that is greeted. Who is refused may have an old secret: it is read again."""
+        """Return a connection that is greeted. After a refusal the secret is read again, since it
+        may be old."""
         try:
             return dial(address, self._credentials, self.silence_s)
         except UsageError:
@@ -431,7 +434,7 @@ class Links:
 
 
 class HostMedium(ReadOnlyMedium):
-    """The pool of a tenant on a storage host: loaded from here, stored to by saves alone."""
+    """The pool of a tenant on a storage host: this medium loads, and only saves store."""
 
     def __init__(self, links: Links, pins: HostLocks) -> None:
         self._links: Final = links
@@ -446,7 +449,7 @@ class HostMedium(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        """The size of the pool, requested each time: others make it grow."""
+        """The size of the pool, requested each time: other clients make it grow."""
         return self._links.ask(said.Status(), said.Standing).size
 
     def load(self, offset: int, target: memoryview) -> None:
@@ -463,7 +466,7 @@ class HostMedium(ReadOnlyMedium):
             link.silence_s = usual_s
 
     def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
-        """Load the extents in as few requests as they fit into."""
+        """Load the extents, in as few requests as possible."""
         found = []
         for start in range(0, len(extents), _LOADED_MAX):
             some = extents[start : start + _LOADED_MAX]
@@ -476,7 +479,7 @@ class HostMedium(ReadOnlyMedium):
         return found
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
-        """Straight into the targets, hashed as they arrive."""
+        """Fetch straight into the targets, and return the digests of what arrived."""
         self._pins.check()
         segments, digests = cut(targets)
         if not len(segments):
@@ -500,7 +503,7 @@ class HostMedium(ReadOnlyMedium):
         return digests
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """The host reads and hashes; nothing but digests travels."""
+        """Return the digests that the host computes; only digests travel."""
         self._pins.check()
         ranges = pack_pairs(sources.extent_offset, sources.extent_length)
         with self._links.lend() as link, link.under(stop):
@@ -519,8 +522,8 @@ class HostMedium(ReadOnlyMedium):
 
 
 class HostLocks:
-    """Pins on a storage host. They live as long as one connection, kept for them alone: when it
-    breaks they are gone, and what is read under them is an error that may be tried again."""
+    """Pins on a storage host. They live as long as one connection, kept for them alone. When it
+    breaks the pins are lost, and a read under them raises an error that may be tried again."""
 
     def __init__(self, links: Links) -> None:
         self._links: Final = links
@@ -530,19 +533,19 @@ class HostLocks:
         self._lost = False
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """The host is the writer."""
+        """Do nothing: the host is the writer."""
 
     def release_writer(self) -> None:
-        """The host stays the writer."""
+        """Do nothing: the host stays the writer."""
 
     def has_writer(self) -> bool:
-        """True while a save of anybody is under way there."""
+        """Return True while a save of any client is under way there."""
         return self._links.ask(said.Status(), said.Standing).saves > 0
 
     def pin(self, version: int) -> None:
         with self._guard:
             if not self._held:
-                # Nothing is read under the lost pins any more.
+                # No reader is left under the lost pins.
                 self._lost = False
             self._say(said.Pin(version))
             self._held[version] += 1
@@ -568,7 +571,8 @@ class HostLocks:
             return {version for version, count in self._held.items() if count}
 
     def check(self) -> None:
-        """Raise ``TransportError`` if pins were lost: bytes may be others' by now."""
+        """Raise ``TransportError`` if pins were lost: the bytes may belong to other versions by
+        now."""
         with self._guard:
             if self._held and (self._lost or self._link is None or not self._link.is_alive()):
                 self._lost = True
@@ -598,7 +602,7 @@ class HostLocks:
 
 
 def _is_silence(error: BaseException | None) -> bool:
-    """True if somebody waited in vain, and not for a moment."""
+    """Return True if a call waited in vain for an answer."""
     while error is not None:
         if isinstance(error, SilentError | TimeoutError | socket.gaierror):
             return True
@@ -609,12 +613,13 @@ def _is_silence(error: BaseException | None) -> bool:
 
 
 def patience_s(size: int) -> float:
-    """Seconds in which a host moves ``size`` bytes by verbs, if it is not hanging."""
+    """Return the seconds in which a host moves ``size`` bytes by verbs, unless it hangs."""
     return SILENCE_S + size / _BYTES_S_MIN
 
 
 def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
-    """Have the host write into ``targets``: the digests of what it sent, if that is what came."""
+    """Have the host write into ``targets``. Return the digests of what it sent, after comparing
+    them with what arrived."""
     here = targets.length > 0
     is_small, offsets, size = gather(targets.length, here, here)
     address, key = targets.address.copy(), np.zeros(len(here), np.int64)

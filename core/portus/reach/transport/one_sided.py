@@ -1,17 +1,18 @@
 """A pool pulls from and pushes to the memory of a client, one-sided, by verbs.
 
-Theory. What is moved is cut into segments (``base``), and these into batches of whole units, 16 MiB
-at most. For each batch requests are posted, as few as can be: neighbours that lie alike on both
-sides become one. A few batches are under way at once; the oldest, when all its requests were
-carried out, is hashed by the processor of this machine while the others go on.
+Theory. A transfer is cut into segments (``base``), and these into batches of whole units, 16 MiB at
+most. Each batch takes as few requests as possible: neighbours with the same gap on both sides
+become one. A few batches are under way at once. When all requests of the oldest have completed, the
+processor of this machine hashes it while the others continue.
 
 The bytes go straight to the pool where it can be registered: a DAX device, or memory. The pages of
-a file cannot stay pinned (its file system must be able to move or write them); they go through
-a *ring*: registered memory of ``AHEAD`` slots, each for one batch, copied on and hashed in one
-pass. There are so many rings; who finds none waits. ``bounced`` counts what went through one.
+a file cannot stay pinned, since its file system must be able to move or write them. So its bytes go
+through a *ring*: registered memory of ``AHEAD`` slots, each for one batch, which is copied out and
+hashed in one pass. The number of rings is limited; a transfer without one waits. ``bounced`` counts
+the bytes that went through a ring.
 
-An error leaves no request under way: the queue pair is closed before it is raised. Only then may
-places in the pool be used for something else.
+An error leaves no request under way: the queue pair is closed before the error is raised. Only then
+may places in the pool be reused.
 """
 
 from __future__ import annotations
@@ -45,35 +46,36 @@ RINGS_MAX: Final = 8
 """Rings of a domain, of ``AHEAD * UNIT`` bytes each."""
 
 BLOCK: Final = 64 << 20
-"""Bytes of a pool that are registered together, when one of them is first needed."""
+"""Bytes of a pool that are registered together, on the first use of one of them."""
 
 ALIGNMENT: Final = 64
-"""Small storages lie so in pools, and in the memory that clients gather them in."""
+"""Small storages begin at multiples of this in pools, and in the memory that clients gather them
+in."""
 
 _PAUSE_MIN_S: Final = 20e-6
 _PAUSE_MAX_S: Final = 1e-3
 
 
 class Pair(Protocol):
-    """What is asked of a ``QueuePair``."""
+    """The operations of a ``QueuePair`` that a transfer uses."""
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        """Post: fetch to here."""
+        """Post a request that fetches to here."""
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        """Post: put there."""
+        """Post a request that writes to there."""
 
     def poll(self) -> int:
-        """How many more were carried out, in order. Raises ``WorkError``."""
+        """Return the number of further requests that completed, in order. Raises ``WorkError``."""
 
     def close(self) -> None:
-        """When this returns, nothing is read or written for it any more."""
+        """Return when no byte is read or written on the pair's behalf any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What a transfer did. ``bounced``: bytes of it that went through a ring. ``wire_s``: seconds
-    from the first request to the last completion; what was hashed meanwhile is in it."""
+    """The result of a transfer. ``bounced``: bytes of it that went through a ring. ``wire_s``:
+    seconds from the first request to the last completion, including hashing meanwhile."""
 
     digests: Digests
     bounced: int
@@ -81,29 +83,29 @@ class TransferResult:
 
 
 class Landing(Protocol):
-    """Where the batches of one transfer are in this process while they are under way."""
+    """The places of one transfer's batches in this process while they are under way."""
 
     def place(self, batch: Segments) -> Column:
-        """An address for each segment, until ``AHEAD`` batches later."""
+        """Return an address for each segment, valid until ``AHEAD`` batches later."""
 
     def region(self, address: int) -> Region:
-        """What is registered there."""
+        """Return the region that has an address."""
 
     def is_bounced(self) -> bool:
-        """True if it is not the pool itself."""
+        """Return True if the place is not the pool itself."""
 
     def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
-        """A batch was pulled to its place: it counts as stored, and its digests are noted."""
+        """Store a batch that was pulled to its place, and note its digests."""
 
     def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
-        """Have the bytes of a batch at its place before it is pushed, and note their digests."""
+        """Put the bytes of a batch at its place before it is pushed, and note their digests."""
 
 
 def transfer(
     pair: Pair, landing: Landing, moved: Sources, key: Column, link: Link, *, is_pull: bool
 ) -> TransferResult:
-    """Fill the extents of ``moved`` from the client's memory, or (not ``is_pull``) write what they
-    hold to there. The digests are of what arrived, or was sent.
+    """Fill the extents of ``moved`` from the client's memory, or (not ``is_pull``) write their
+    bytes to there. The digests are of what arrived, or was sent.
 
     moved: storages with their addresses in the client's memory. key: of each there. link: to the
     client. Raises as ``Link.watch``, ``TransportError`` (``WorkError`` if the client's memory
@@ -123,7 +125,7 @@ def transfer(
     try:
         done = 0
         for batch in segments.batches(UNIT, gap=ALIGNMENT):
-            # A ring has that many slots: the oldest batch is copied on before its slot is reused.
+            # A ring has that many slots: the oldest batch is copied out before its slot is reused.
             while len(under_way) >= AHEAD:
                 finish()
             place = landing.place(batch)
@@ -136,14 +138,15 @@ def transfer(
         while under_way:
             finish()
     except BaseException:
-        # First of all: a request under way may still write to these places (decision 0023).
+        # First: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
     return TransferResult(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
 
 
 def spread(batch: Segments, start: int) -> Column:
-    """Addresses from ``start`` on for the segments: units aligned, each of them end to end."""
+    """Return addresses from ``start`` on for the segments: units aligned, each of them end to
+    end."""
     first = np.flatnonzero(np.diff(batch.row, prepend=-1))
     room = -(-np.add.reduceat(batch.length, first) // ALIGNMENT) * ALIGNMENT
     stream = np.cumsum(batch.length) - batch.length
@@ -153,8 +156,8 @@ def spread(batch: Segments, start: int) -> Column:
 
 
 def _runs(place: Column, batch: Segments, key: Column) -> Iterator[tuple[int, int, int, int]]:
-    """(address here, there, key, length) of what can be moved as one: neighbours with the same
-    small gap on both sides. The gap is moved too: it is room of the same storages' pages."""
+    """Yield (address here, there, key, length) of each single move: neighbours with the same small
+    gap on both sides. The gap is moved too: it is room of the same storages' pages."""
     gap = np.diff(place) - batch.length[:-1]
     alike = np.diff(batch.address) == np.diff(place)
     alike &= (np.diff(key) == 0) & (gap >= 0) & (gap < ALIGNMENT)
@@ -166,7 +169,7 @@ def _runs(place: Column, batch: Segments, key: Column) -> Iterator[tuple[int, in
 
 
 class _Window:
-    """The requests of a queue pair that are under way. Its completions come in order."""
+    """The requests of a queue pair that are under way. They complete in order."""
 
     def __init__(self, pair: Pair, landing: Landing, link: Link, *, is_pull: bool) -> None:
         self.posted = 0
@@ -196,7 +199,7 @@ class _Window:
             local, distant, length = local + step, distant + step, length - step
 
     def wait_for(self, count: int) -> None:
-        """Return when so many of those posted were carried out."""
+        """Return when the first ``count`` requests have completed."""
         pause_s = _PAUSE_MIN_S
         while self._done < count:
             found = self._pair.poll()
@@ -215,16 +218,16 @@ class _Window:
 
 
 def is_pinnable(medium: Medium) -> bool:
-    """True if the medium's pages may stay pinned: memory of its own, or a DAX device's. Pages of
-    a file are its file system's."""
+    """Return True if the medium's pages may stay pinned: its own memory, or a DAX device. Pages of
+    a file belong to its file system."""
     if not isinstance(medium, MappedMedium):
         return False
-    kind = medium.info.kind  # a file system with DAX lets nobody pin its pages for long
+    kind = medium.info.kind  # a file system with DAX allows no long pins of its pages
     return kind.is_device or (medium.info.volatile and not kind.is_persistent_memory)
 
 
 class PoolRegions:
-    """What is registered of a pool: blocks, each when it is first needed. Thread-safe."""
+    """The registered blocks of a pool; each is registered on its first use. Thread-safe."""
 
     def __init__(self, domain: Domain, medium: MappedMedium) -> None:
         self.medium: Final = medium
@@ -233,7 +236,7 @@ class PoolRegions:
         self._blocks: Final[dict[int, list[Region]]] = {}
 
     def of(self, offset: int) -> Region:
-        """The region that has the byte at ``offset``. Raises ``RegisterError``."""
+        """Return the region that has the byte at ``offset``. Raises ``RegisterError``."""
         number = offset // BLOCK
         with self._guard:
             regions = self._blocks.setdefault(number, [])
@@ -242,7 +245,7 @@ class PoolRegions:
                 if offset < start + region.length:
                     return region
                 start += region.length
-            # Not there yet, or the pool has grown since.
+            # Not registered yet, or the pool has grown since.
             length = min(self.medium.size, (number + 1) * BLOCK) - start
             address = self.medium.address(Extent(start, length))
             made = self._domain.register(address, length, remote=False, writable=True)
@@ -254,7 +257,7 @@ class DirectLanding:
     """The pool itself. See ``Landing``."""
 
     def __init__(self, regions: PoolRegions) -> None:
-        """Raises ``RegisterError`` if the pool cannot be registered, ``MediumError`` if it has no
+        """Raise ``RegisterError`` if the pool cannot be registered, ``MediumError`` if it has no
         addresses any more."""
         self._regions: Final = regions
         self._medium: Final = regions.medium
@@ -296,7 +299,7 @@ class Ring:
 
 
 class Rings:
-    """The rings of a domain, shared by all who need one. Thread-safe."""
+    """The rings of a domain, shared by all transfers. Thread-safe."""
 
     def __init__(self, domain: Domain) -> None:
         self._domain: Final = domain
@@ -306,7 +309,7 @@ class Rings:
 
     @contextmanager
     def borrow(self, link: Link) -> Iterator[Ring]:
-        """Return one, when it is free. Raises ``TransportError``, and as ``Link.watch``."""
+        """Yield a ring, when one is free. Raises ``TransportError``, and as ``Link.watch``."""
         ring = self._take(link)
         try:
             yield ring

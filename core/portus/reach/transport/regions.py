@@ -1,20 +1,20 @@
-"""The client's side of verbs: its memory, registered, and its end of each queue pair.
+"""The client's side of verbs: its registered memory, and its end of each queue pair.
 
-Theory. Registering pins the pages that memory has at that moment, and costs time, so it is done
-once for all saves of the same storages. From then on the address alone says nothing: memory that
-was freed and taken anew at the same address has other pages, and the host would pull the old ones.
-So a region holds its *owner*, the object whose life is the memory's: as long as it is held, nobody
-gets that memory; and a region is used again only for the same owner, address and length. What even
-that does not see (an owner whose memory was exchanged under it) the digests do: the client hashes
-what its processor sees, the host what its network card brought.
+Theory. Registering pins the pages that memory has at that moment, and costs time, so all saves of
+the same storages share one registration. From then on the address alone proves nothing: memory that
+was freed and allocated again at the same address has other pages, and the host would pull the old
+ones. So a region holds its *owner*, the object that keeps the memory alive: while the region holds
+it, no other allocation gets that memory. A region is used again only for the same owner, address
+and length. One case remains, an owner whose memory was exchanged under it; the digests catch that:
+the client hashes what its processor sees, the host what its network card brought.
 
 Small storages are not registered one by one: they are gathered in memory that a connection has for
 this, hashed on the way, and the host fetches many with one request.
 
-The memory of a CUDA device is registered as a dmabuf, or else by its address, which takes a driver
-of the device that helps (nvidia_peermem), or else it is *staged*: not registered, but fetched to
-this processor's memory, from where it goes over the socket. What is refused once for a device is
-not tried again.
+The memory of a CUDA device is registered as a dmabuf. If that fails, it is registered by its
+address, which needs the driver nvidia_peermem. If that fails too, it is *staged*: not registered,
+but fetched to this processor's memory and sent over the socket. A way that fails once for a device
+is not tried again for it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ SMALL: Final = 16 << 10
 """Bytes of a storage below which it is gathered."""
 
 GATHERED_MAX: Final = 64 << 20
-"""Bytes that are gathered on one connection, at most; small storages beyond are registered."""
+"""Bytes to gather on one connection, at most; small storages beyond that are registered."""
 
 HERE: Final = -1
-"""What stands in the place of a device's number: memory of this processor."""
+"""Stands in the place of a device's number: memory of this processor."""
 
 Flags = NDArray[np.bool_]
 
@@ -67,7 +67,8 @@ class StagedError(RegisterError):
 
 
 class DeviceAccess(enum.Enum):
-    """How the other side reaches the memory of a device; in the order in which they are tried."""
+    """The ways in which the other side reaches the memory of a device, in the order of the
+    attempts."""
 
     DMABUF = "dmabuf"
     PEER = "peer memory"
@@ -76,8 +77,8 @@ class DeviceAccess(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class RegisteredRegion:
-    """A region that is registered. ``users``: how many saves use it now. ``lasting``: it is kept
-    when they are over."""
+    """A region that is registered. ``users``: the number of saves that use it now. ``lasting``: it
+    stays registered when they have ended."""
 
     owner: object
     region: Region
@@ -89,10 +90,10 @@ _Key = tuple[int, int, int]
 
 
 class Regions:
-    """What a client has registered for one host. Thread-safe."""
+    """The regions that a client has registered for one host. Thread-safe."""
 
     def __init__(self, domain: Domain, cuda: Callable[[], Driver] = driver) -> None:
-        """cuda: the driver of the devices that memory may be on; asked for when there is one."""
+        """cuda: returns the driver of the devices; called when memory is on one."""
         self.domain: Final = domain
         self._cuda: Final = cuda
         self._guard: Final = threading.Lock()
@@ -104,27 +105,28 @@ class Regions:
         return len(self._known)
 
     def way(self, device: int) -> DeviceAccess:
-        """How the memory of that device is reached, as far as is known."""
+        """Return the way to the memory of a device that has not failed yet."""
         return list(DeviceAccess)[len(self._refused.get(device, ()))]
 
     def staged_devices(self) -> list[int]:
-        """The devices whose memory cannot be registered."""
+        """Return the devices whose memory cannot be registered."""
         return [device for device in list(self._refused) if self.way(device) is DeviceAccess.STAGED]
 
     def distrust(self, devices: Collection[int], why: str) -> None:
-        """Stage these from now on: bytes did not arrive as they are."""
+        """Stage these devices from now on, since bytes arrived damaged."""
         with self._guard:
             for device in devices:
                 while self.way(device) is not DeviceAccess.STAGED:
                     self._refuse(device, why)
 
     def avoid(self, addresses: Collection[int]) -> None:
-        """Do not register these from now on: they changed while they were pulled."""
+        """Do not register memory at these addresses from now on, since it changed while it was
+        pulled."""
         with self._guard:
             self._unsteady.update(addresses)
 
     def unsteady(self) -> list[int]:
-        """Where memory is that is not to be registered."""
+        """Return the addresses of memory that is not to be registered."""
         with self._guard:
             return list(self._unsteady)
 
@@ -136,9 +138,9 @@ class Regions:
         lasting: Flags,
         device: Column | None = None,
     ) -> list[RegisteredRegion]:
-        """A region for each storage, registered now if it is not yet; for one save, which gives
-        them back. What no save uses and this one does not name is let go of. device: the number of
-        that which it is on, or HERE; all are here by default.
+        """Return a region for each storage, registered now if it is not yet. One save uses them,
+        and gives them back. Regions that no save uses, and that this call does not name, are
+        released. device: the number of each storage's device, or HERE; all are HERE by default.
 
         Raises ``RegisterError`` if the system refuses, ``StagedError`` for memory of a device; then
         nothing was taken.
@@ -171,12 +173,12 @@ class Regions:
             return taken
 
     def give_back(self, taken: Sequence[RegisteredRegion]) -> None:
-        """A save is over."""
+        """Note that a save no longer uses its regions."""
         with self._guard:
             self._let_go(taken)
 
     def forget(self) -> None:
-        """Keep none for later saves: something is not as it should be."""
+        """Keep no region for later saves, after one of them has failed."""
         with self._guard:
             for known in self._known.values():
                 known.lasting = False
@@ -190,7 +192,7 @@ class Regions:
                 if way is DeviceAccess.PEER:
                     return self.domain.register(start, size, remote=True, writable=False)
                 return self._from_dmabuf(device, start, size)
-            except RegisterError as error:  # its cause does not speak of files, and of limits
+            except RegisterError as error:  # whose own text is about limits and files, not devices
                 self._refuse(device, str(error.__cause__ or error))
             except TransportError as error:
                 self._refuse(device, str(error))
@@ -204,7 +206,7 @@ class Regions:
             os.close(descriptor)  # the region holds what it needs
 
     def _refuse(self, device: int, why: str) -> None:
-        """The way it had until now is none."""
+        """Note that the way to a device's memory has failed, so that the next way is tried."""
         said = self._refused.setdefault(device, [])
         said.append(f"{self.way(device).value}: {why}")
         if self.way(device) is DeviceAccess.STAGED:
@@ -228,8 +230,8 @@ class Regions:
 
 
 class ClientLane:
-    """The client's end of the queue pair of one connection, and memory to gather in. It posts
-    nothing. For one thread; but ``close`` may be called by any."""
+    """The client's end of the queue pair of one connection, and memory to gather in. It posts no
+    requests. For one thread; but any thread may call ``close``."""
 
     def __init__(self, domain: Domain, pair: QueuePair) -> None:
         self._domain: Final = domain
@@ -239,12 +241,12 @@ class ClientLane:
 
     @property
     def closed(self) -> bool:
-        """True when the host reaches nothing through it any more."""
+        """True once the host reaches no memory through the lane any more."""
         return self._pair.closed
 
     def room(self, size: int) -> Region:
-        """Registered memory of ``size`` bytes at least, the same as before if it is enough. What
-        is in it lasts until somebody else asks. Raises ``RegisterError``."""
+        """Return registered memory of at least ``size`` bytes, the same as before if it is large
+        enough. Its content lasts until the next call. Raises ``RegisterError``."""
         if self._region is None or self._region.length < size:
             self._drop()
             length = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
@@ -254,11 +256,13 @@ class ClientLane:
         return self._region
 
     def register(self, address: int, length: int) -> Region:
-        """Let the host write there, until the region is closed. Raises ``RegisterError``."""
+        """Let the host write to this memory, until the region is closed. Raises
+        ``RegisterError``."""
         return self._domain.register(address, length, remote=True, writable=True)
 
     def close(self) -> None:
-        """Revoke: when this returns the host reaches nothing through it. Raises nothing."""
+        """Revoke access: when this returns, the host reaches no memory through the lane. Raises
+        nothing."""
         self._pair.close()
         self._drop()
 
@@ -271,9 +275,9 @@ class ClientLane:
 
 
 def gather(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
-    """Return which storages are gathered, the offset of each (0 for the others), and bytes of all.
+    """Return which storages to gather, the offset of each (0 for the others), and the bytes of all.
 
-    here: those that have an address. first: those that come first, since they travel together.
+    here: those that have an address. first: those to place first, since they travel together.
     """
     small = here & (lengths > 0) & (lengths < SMALL)
     order = np.flatnonzero(small)[np.argsort(~first[small], kind="stable")]
@@ -289,7 +293,7 @@ def gather(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, i
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The segments of some sources, those that are gathered apart, and the digests and CRC32s of
+    """The segments of some sources, gathered and other ones apart, and the digests and CRC32s of
     all."""
 
     small: Segments
@@ -300,12 +304,13 @@ class Parts:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of those that are gathered."""
+        """Bytes of the gathered segments."""
         return self.small.size
 
     @classmethod
     def of(cls, sources: Sources, is_small: Flags, place: Column) -> Parts:
-        """is_small: of each source. place: of each source, where it is gathered."""
+        """Return the parts of sources. is_small: True for each source to gather. place: the address
+        where each source is gathered."""
         segments, digests = cut(sources)
         owner = owners(sources.length)[segments.row]
         chosen = is_small[owner]
@@ -314,17 +319,18 @@ class Parts:
         return cls(small, place[owner][chosen], big, digests, crcs)
 
     def gather(self, stop: Stop) -> None:
-        """Copy the small ones to their places, and note their digests. Raises ``StoppedError``."""
+        """Copy the small segments to their places, and note their digests. Raises
+        ``StoppedError``."""
         if len(self.small):
             best_engine().move(self.small, self.place, self.digests, stop, self.crcs)
 
     def scatter(self, stop: Stop) -> None:
-        """The way back: from their places to where they belong."""
+        """Copy the small segments from their places to their targets, and note their digests."""
         if len(self.small):
             there = replace(self.small, address=self.place)
             best_engine().move(there, self.small.address, self.digests, stop)
 
     def hash_big(self, stop: Stop) -> None:
-        """Note the digests of the others. Raises ``StoppedError``."""
+        """Note the digests of the other segments. Raises ``StoppedError``."""
         for batch in self.big.batches(BATCH):
             best_engine().move(batch, None, self.digests, stop, self.crcs)

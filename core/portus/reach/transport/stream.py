@@ -1,11 +1,11 @@
 """A conversation over a socket (tcp, TLS, unix), with payload straight from memory to memory.
 
-A ``Link`` belongs to one thread at a time. Its waits are short ones in a row: in between it looks
-whether the caller's ``Stop`` is set, and whether the other side has been silent for too long. An
-error, and a stop in the middle of a frame, end the link: what was being said is void for both.
+A ``Link`` belongs to one thread at a time. It waits in short steps: between them it checks whether
+the caller's ``Stop`` is set, and whether the other side has been silent for too long. An error, or
+a stop in the middle of a frame, ends the link, and the unfinished message is void for both sides.
 
-Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it;
-what is sent is a copy, for its source may change meanwhile.
+Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it. A
+copy is sent, since the source may change meanwhile.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.budget import FREE, UNLIMITED, Budget, ConnectionBudget
 
 PIECE: Final = 1 << 20
-"""Bytes of payload for one call of the system, and between two looks at the stop."""
+"""Bytes of payload for one system call, and between two checks of the stop."""
 
 GATHER: Final = 4 << 20
-"""Bytes of short segments that are sent together."""
+"""Bytes of short segments to send together."""
 
 _BYTES_S_MIN: Final = 64e3
-"""A message or a piece of payload that was begun comes, and is taken, at least as fast, in the end:
-who sends a byte now and then is as silent as who sends none."""
+"""The lowest average rate of a message or a piece of payload that has begun, in bytes a second. A
+side that sends a byte now and then counts as silent."""
 
 _WANTED_BYTES_S_MIN: Final = 1e6
 _WANTED_S: Final = 10.0
-"""The same, while others wait for the memory that its sender has: after so many seconds."""
+"""The same rate while others wait for memory that the sender has, and the seconds before it
+counts."""
 
 _SMALL: Final = 64 << 10
-"""Bytes of a segment, on the average, below which it is short."""
+"""Average bytes of a segment up to which segments are sent together."""
 
 _POLL_S: Final = 0.2
 _KEEPALIVE: Final = {
@@ -71,19 +72,19 @@ _KEEPALIVE: Final = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 80_000,  # ms; nothing is asked while something sent is not acknowledged
 }
-"""A peer that vanished is noticed within 80 s."""
+"""These options notice a vanished peer within 80 s."""
 
 
 class SilentError(TransportError):
-    """The other side said nothing, or took nothing, for too long."""
+    """The other side sent nothing, or accepted nothing, for too long."""
 
 
 class EndedError(TransportError):
-    """The other side is gone."""
+    """The other side has closed the connection."""
 
 
 class UnexpectedMessageError(TransportError):
-    """Payload was due, and something else came."""
+    """A message came when payload was due."""
 
     def __init__(self, message: Said) -> None:
         super().__init__(f"{message.kind.name} came in the middle of a payload")
@@ -91,8 +92,8 @@ class UnexpectedMessageError(TransportError):
 
 
 class UnreadError(Exception):
-    """A message came for which there was no memory, and was not read; ``why``. It is to be answered
-    by a refusal: the conversation goes on."""
+    """A message came for which there was no memory, and was not read; ``why`` says it. The host
+    answers with a refusal, and the conversation continues."""
 
     def __init__(self, kind: MessageKind, why: PortusError) -> None:
         super().__init__(f"{kind.name}: {why}")
@@ -102,8 +103,8 @@ class UnreadError(Exception):
 
 class Link:
     """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
-    changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload that
-    were received. ``hash_s``: seconds spent hashing payload. ``account``: see the constructor."""
+    changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload
+    received. ``hash_s``: seconds spent hashing payload. ``account``: see the constructor."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Link:
         silence_s: float,
         account: ConnectionBudget | None = None,
     ) -> None:
-        """account: of the memory that the other side makes this one hold; None: no limit."""
+        """account: for the memory that the other side makes this one hold; None: no limit."""
         self.connection: Final = Connection(is_client=is_client)
         self.name: Final = name
         self.silence_s = silence_s
@@ -128,18 +129,19 @@ class Link:
         self._work: Stop | None = None
         self._closed = False
         self.silence: SilentError | None = None
-        """What ended it, if that was the silence of the other side."""
+        """The error that ended the link, if that was the silence of the other side."""
         _prepare(link)
         _ALL.add(self)
 
     @property
     def closed(self) -> bool:
-        """True when it can be used no more."""
+        """True when the link can no longer be used."""
         return self._closed
 
     @contextlib.contextmanager
     def under(self, stop: Stop) -> Iterator[None]:
-        """Waits in here end when ``stop`` is set; the link is closed then."""
+        """End waits of this link when ``stop`` is set, inside the block; the link is closed
+        then."""
         self._stop = stop
         try:
             yield
@@ -148,8 +150,8 @@ class Link:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[Stop]:
-        """Work for the other side, in which nothing is said: it is to end when the link is closed,
-        or the other side hangs up. Raises ``EndedError`` then."""
+        """Yield a stop for work without messages, set when the link is closed or the other side
+        hangs up. Raise ``EndedError`` if it ended the work."""
         self._work = stop = _Work(self)
         try:
             if self._closed:
@@ -162,7 +164,7 @@ class Link:
             self._work = None
 
     def shake_hands(self, timeout_s: float) -> None:
-        """Begin TLS as a host, if that is spoken; raises as ``send``."""
+        """Begin TLS as a host, on a TLS link; raises as ``send``."""
         if isinstance(self._socket, ssl.SSLSocket):
             with self._or_end():
                 self._socket.settimeout(timeout_s)
@@ -171,24 +173,26 @@ class Link:
 
     @property
     def has_hung_up(self) -> bool:
-        """True once the other side will say nothing more. Takes nothing of what it said."""
+        """True once the other side will send nothing more. Consumes no data."""
         number = self._socket.fileno()
         if number < 0:
             return True
         asking = select.poll()
-        asking.register(number, getattr(select, "POLLRDHUP", 0))  # what else ends it comes unasked
+        asking.register(number, getattr(select, "POLLRDHUP", 0))  # poll reports other ends unasked
         return bool(asking.poll(0))
 
     def send(self, message: Said) -> None:
-        """Raises ``TransportError``, and then the link is closed; ``StoppedError`` likewise."""
+        """Send a message. Raises ``TransportError``, and then the link is closed; ``StoppedError``
+        likewise."""
         with self._or_end():
             self._put(memoryview(self.connection.send(message)))
 
     def receive(self, idle_s: float | None = None) -> Event:
-        """The next message, or that payload follows. Raises as ``send``, ``ProtocolError``, and
-        ``UnreadError`` on a host.
+        """Return the next message, or that payload follows. Raises as ``send``, ``ProtocolError``,
+        and ``UnreadError`` on a host.
 
-        idle_s: the longest wait for its first byte; None: ``silence_s``, as for the others."""
+        idle_s: the longest wait for the first byte; None: ``silence_s``, as for the others.
+        """
         with self._or_end():
             data = self._get(self.connection.wanted_bytes, idle_s)
             self._began_s, self._came, room = time.monotonic(), len(data), 0
@@ -215,12 +219,12 @@ class Link:
         return event
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
-        """Send, and give the answer. silence_s: for an answer that may take its time."""
+        """Send a message, and return the answer. silence_s: for an answer that may take longer."""
         self.send(message)
         return self.hear(silence_s)
 
     def hear(self, silence_s: float | None = None) -> Said:
-        """The next message, where no payload is due. silence_s: as in ``ask``."""
+        """Return the next message, where no payload is due. silence_s: as in ``ask``."""
         usual_s = self.silence_s
         self.silence_s = silence_s or usual_s
         try:
@@ -233,14 +237,14 @@ class Link:
         return event
 
     def send_payload(self, kind: MessageKind, data: memoryview, hasher: _Hasher | None) -> None:
-        """Send one frame of plain bytes. They may change meanwhile: what is sent is what was
+        """Send one frame of plain bytes. They may change meanwhile: the bytes sent are the bytes
         hashed."""
         with self._or_end():
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 if hasher is not None:
-                    # Hashed and sent from a copy: the source may change in between (V2).
+                    # Hashed and sent from a copy: the source may change between the two (V2).
                     hasher.warm[: len(piece)] = piece
                     piece = hasher.warm[: len(piece)]
                     self._hash(piece, hasher)
@@ -248,9 +252,10 @@ class Link:
                 self._put(memoryview(self.connection.note_sent(piece)))
 
     def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
-        """Fill ``target`` with payload, of as many frames as it takes, hashed when it arrived.
+        """Fill ``target`` with payload, from as many frames as it takes, hashed after it arrives.
 
-        Raises ``UnexpectedMessageError`` when a message comes in its place; the link is whole then.
+        Raises ``UnexpectedMessageError`` if a message comes in its place; the link can still be
+        used then.
         """
         done = 0
         while done < len(target):
@@ -266,7 +271,7 @@ class Link:
             done += length
 
     def _took(self, piece: memoryview) -> None:
-        """Payload came. At the end of its frame it has to be what was sent."""
+        """Note a piece of payload. At the end of its frame, check the frame against its digest."""
         start = time.perf_counter()
         self.connection.took(piece)
         self.hash_s += time.perf_counter() - start
@@ -280,14 +285,16 @@ class Link:
             self.hash_s += time.perf_counter() - start
 
     def expect_payload(self) -> None:
-        """Return when payload is due. Raises ``UnexpectedMessageError``."""
+        """Return when payload is due. Raise ``UnexpectedMessageError`` if a message comes
+        instead."""
         if not self.connection.payload_left:
             event = self.receive()
             if not isinstance(event, Payload):
                 raise UnexpectedMessageError(event)
 
     def close(self) -> None:
-        """Let go; wakes a thread that waits in here. A second call does nothing."""
+        """Close the socket, and wake a thread that waits in a call of this link. A second call does
+        nothing."""
         self._closed = True
         work = self._work
         if work is not None:
@@ -298,24 +305,24 @@ class Link:
             self._socket.close()
 
     def leave(self) -> None:
-        """Close it, in a forked child: the conversation is the parent's, and goes on."""
+        """Close this process's descriptor, in a forked child. The conversation continues in the
+        parent."""
         self._closed = True
         os.close(self._socket.detach())
 
     @property
     def host(self) -> str:
-        """The address of this end, such as 10.0.0.1; "" if it never leaves this machine's unix
-        sockets."""
+        """The address of this end, such as 10.0.0.1; "" for a unix socket."""
         name = self._socket.getsockname()
         return str(name[0]) if isinstance(name, tuple) else ""
 
     @property
     def secret(self) -> bool:
-        """True if nobody on the way can read it: TLS."""
+        """True if nobody on the way can read the messages: TLS."""
         return isinstance(self._socket, ssl.SSLSocket)
 
     def has_word(self, timeout_s: float = 0.0) -> bool:
-        """True if the other side said something, or hung up. Takes nothing of it."""
+        """Return True if the other side sent something, or hung up. Consumes no data."""
         with self._or_end():
             number = self._socket.fileno()
             if number < 0:
@@ -325,8 +332,8 @@ class Link:
             return bool(asking.poll(timeout_s * 1000))
 
     def is_silent(self, limit_s: float) -> bool:
-        """True if the other side says nothing for so long. Takes nothing of what it says. Raises
-        as ``send``."""
+        """Return True if the other side sends nothing for ``limit_s``. Consumes no data. Raises as
+        ``send``."""
         since_s = time.monotonic()
         while not self.has_word(_POLL_S):
             if time.monotonic() - since_s > limit_s:
@@ -336,11 +343,11 @@ class Link:
         return False
 
     def is_alive(self) -> bool:
-        """False if the other side hung up meanwhile. Only while nothing is due from it."""
+        """Return False if the other side has hung up. Only while nothing is due from it."""
         if self._closed:
             return False
         try:
-            # A peer that keeps to the protocol has nothing to say now: anything is the end.
+            # A peer that keeps to the protocol sends nothing now: any byte ends the link.
             self._socket.setblocking(False)
             self._socket.recv(1)
             return False
@@ -407,15 +414,16 @@ class Link:
                 raise SilentError(f"{self.name}: it took {done} bytes in {took_s:.0f} s")
 
     def room(self, size: int) -> None:
-        """Memory for work on the message that was received last, until ``give_back``. Raises as
-        ``send``, ``TransportError`` when there was none for long, and ``UsageError`` if it is more
-        than there may be; then the link is whole."""
+        """Take memory for work on the last message received, until ``give_back``. Raises as
+        ``send``, ``TransportError`` if none became free for long, and ``UsageError`` if it exceeds
+        the limit; then the link can still be used."""
         why = self._take(size) if size > FREE else None
         if why is not None:
             raise why
 
     def scratch(self, size: int) -> int:
-        """Bytes of a buffer for payload: so many if there is memory at once, and few if not."""
+        """Return the bytes to use for a buffer of payload: ``size`` if memory is free at once, else
+        a few."""
         if size <= FREE or (self.account.excess(size) is None and self.account.take(size, 0)):
             return size
         return FREE
@@ -426,9 +434,9 @@ class Link:
         return self.account.excess(2 * left) or self._take(2 * size)
 
     def _take(self, size: int) -> PortusError | None:
-        """Memory that passes; what to say if there is none."""
+        """Take passing memory; return the error if there is none."""
         since_s, began_s = time.monotonic(), self._began_s
-        self._began_s = math.inf  # this wait is not the other side's doing
+        self._began_s = math.inf  # the other side does not cause this wait
         why: PortusError | None = self.account.excess(size)
         while why is None and not self.account.take(size, _POLL_S):
             with self._or_end():
@@ -441,7 +449,7 @@ class Link:
         return why
 
     def _check_pace(self) -> None:
-        """Raise if the other side is too slow with what it began."""
+        """Raise ``SilentError`` if the other side is too slow with a message that it began."""
         took_s, came = time.monotonic() - self._began_s, self._came
         if took_s > self.silence_s + came / _BYTES_S_MIN:
             raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
@@ -463,7 +471,7 @@ class Link:
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
 
     def watch(self, since_s: float) -> None:
-        """Raise as ``pause`` does, and if the other side has said something, or hung up:
+        """Raise as ``pause`` does, and if the other side has sent something, or hung up:
         ``UnexpectedMessageError``, ``EndedError``."""
         self.pause(since_s)
         if self.has_word():
@@ -489,7 +497,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Work(Stop):
-    """The stop of work for the other side of a link: set when that side has hung up."""
+    """The stop of work for the other side of a link, set when that side has hung up."""
 
     def __init__(self, link: Link) -> None:
         super().__init__()
@@ -504,8 +512,8 @@ class _Work(Stop):
 def give(
     link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
 ) -> None:
-    """Send segments of this process (whole units, in order) as DATA, and note their digests, and
-    their CRC32s in ``crcs``."""
+    """Send segments of this process (whole units, in order) as DATA. Note their digests, and their
+    CRC32s in ``crcs``."""
     scratch = np.empty(min(GATHER, segments.size), np.uint8)
     for batch in segments.batches(GATHER):
         stop.check()
@@ -538,7 +546,8 @@ def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
 
 
 def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
-    """Payload straight into a pool, where it has addresses; the digests of what arrived there."""
+    """Receive payload straight into a pool, where it has addresses. Note the digests of what
+    arrived there."""
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
     for batch in segments.batches(len(scratch)):
         if _is_small(batch) and batch.size <= len(scratch):
@@ -554,8 +563,8 @@ def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) 
 
 
 def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:
-    """Send bytes of a pool as BYTES. They are loaded, never looked at through a mapping: a bad
-    sector is an error then, not the end of the process."""
+    """Send bytes of a pool as BYTES. They are loaded, never read through a mapping: so a bad sector
+    raises an error, and does not end the process."""
     longest = int(lengths.max()) if len(lengths) else 0
     scratch = memoryview(bytearray(link.scratch(min(GATHER, longest))))
     for row in range(len(offsets)):
@@ -567,7 +576,7 @@ def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> N
 
 
 def drain(link: Link, size: int) -> None:
-    """Receive so much payload, and forget it."""
+    """Receive ``size`` bytes of payload, and discard them."""
     scratch = memoryview(bytearray(min(size, PIECE)))
     while size:
         piece = scratch[:size]
@@ -576,8 +585,8 @@ def drain(link: Link, size: int) -> None:
 
 
 class _Hasher:
-    """The digest of one unit after another, and its CRC32 where that is wanted. ``warm``: room for
-    a piece that is sent."""
+    """The digest of one unit after another, and its CRC32 on request. ``warm``: room for the copy
+    of a piece that is sent."""
 
     def __init__(self, digests: Digests, warm: memoryview, crcs: Crcs | None = None) -> None:
         self.warm: Final = warm
@@ -586,27 +595,27 @@ class _Hasher:
         self._row = -1
 
     def of(self, row: int) -> _Hasher:
-        """Return this, for the unit of that row; units come in order."""
+        """Return this hasher, for the unit of that row; units come in order."""
         if row != self._row:
             self._row, self._hasher, self._crc = row, xxhash.xxh3_128(), 0
         return self
 
     def update(self, data: memoryview) -> None:
-        """Take in the next bytes of the unit."""
+        """Add the next bytes of the unit."""
         self._hasher.update(data)
         if self._crcs is not None:
             self._crc = isal_zlib.crc32(data, self._crc)
 
     def note(self) -> None:
-        """Write down what the unit has as it is now."""
+        """Write the digest of the unit's bytes so far to its row, and its CRC32."""
         self._digests[self._row] = np.frombuffer(self._hasher.digest(), np.uint8)
         if self._crcs is not None:
             self._crcs[self._row] = self._crc
 
 
 def _places(medium: Medium, scratch: memoryview, offset: int, length: int) -> Iterator[memoryview]:
-    """Memory for the bytes of a pool at ``offset``: its own addresses, or a buffer, which is stored
-    when the next one is asked for."""
+    """Yield memory for the bytes of a pool at ``offset``: its own addresses, or a buffer, which is
+    stored when the caller asks for the next."""
     if isinstance(medium, MappedMedium):
         run = Extent(offset, length)
         try:
@@ -621,18 +630,18 @@ def _places(medium: Medium, scratch: memoryview, offset: int, length: int) -> It
 
 
 def _is_small(batch: Segments) -> bool:
-    """True if its segments are so short that they are better sent together than one by one."""
+    """Return True if the segments of a batch are so short that they are better sent together."""
     return batch.size <= min(GATHER, _SMALL * len(batch))
 
 
 def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
-    """Addresses for the segments, end to end in ``scratch``."""
+    """Return addresses for the segments, end to end in ``scratch``."""
     places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
     return places
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:
-    """(row, address, offset, length) of each."""
+    """Yield (row, address, offset, length) of each segment."""
     columns = (segments.row, segments.address, segments.offset, segments.length)
     return zip(*(column.tolist() for column in columns), strict=True)
 
@@ -649,7 +658,7 @@ def _wait_shortly(link: socket.socket) -> None:
 
 
 def _prepare(link: socket.socket) -> None:
-    """Short waits; small messages at once; a peer that vanished is noticed."""
+    """Set short waits, immediate sending of small messages, and keepalive."""
     _wait_shortly(link)
     if link.family not in (socket.AF_INET, socket.AF_INET6):
         return

@@ -1,17 +1,17 @@
 """RDMA by verbs: the device, queue pairs, registered memory. The one module that knows pyverbs.
 
-Theory. A *domain* is one device, opened; memory is registered in it (a *region*: the pages are
+Theory. A *domain* is one device, opened. Memory is registered in it (a *region*: its pages are
 pinned, and have a key), and each connection has a *queue pair* of it. The storage host posts reads
-and writes; the client posts nothing, and its processor takes no part. What a region's pages are is
-settled when it is registered: memory that is mapped anew under its address is not in it. On-demand
-paging would help there, and is never used: Soft-RoCE in kernels to 7.2 puts such data at the wrong
-place within a page, and reports success.
+and writes; the client posts nothing, and its processor takes no part. The pages of a region are
+settled when it is registered: memory mapped later under its address is not in it. On-demand paging
+would help there, and is never used: Soft-RoCE in kernels to 7.2 puts such data at the wrong place
+within a page, and reports success.
 
-Closing a queue pair is how access ends: when ``close`` has returned, no byte is read or written on
-its behalf any more, whatever was under way.
+Closing a queue pair ends access: when ``close`` has returned, no byte is read or written on its
+behalf any more, whatever was under way.
 
 pyverbs is Debian's ``python3-pyverbs`` or the one of PyPI; their constants are in modules of
-different names. It is imported when somebody asks, and only where there is a device.
+different names. It is imported on first use, and only where there is a device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ DEPTH: Final = 128
 """Requests in flight on one queue pair, at most."""
 
 READS_MAX: Final = 16
-"""Reads that one end serves at once, and the other asks for: as far as both devices can."""
+"""The most reads that one end serves at once, and that the other requests; devices may allow
+fewer."""
 
 _SYS: Final = "/sys/class/infiniband"
 _TIMEOUT: Final = 18  # 4.096 us * 2^18 = 1.1 s without an answer, then again
@@ -45,7 +46,7 @@ _RETRIES: Final = 7
 
 
 class WorkError(TransportError):
-    """A request was not carried out. ``denied``: the other side does not let us at its memory."""
+    """A request failed. ``denied``: the other side refuses access to its memory."""
 
     def __init__(self, text: str, *, denied: bool) -> None:
         super().__init__(text)
@@ -53,12 +54,12 @@ class WorkError(TransportError):
 
 
 class RegisterError(TransportError):
-    """Memory cannot be pinned: too much of it, or of a kind that cannot be."""
+    """Memory cannot be pinned: there is too much of it, or its kind does not allow it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A port of a device, and which of its addresses to use. ``gid``: 16 bytes."""
+    """A port of a device, and the one of its addresses to use. ``gid``: 16 bytes."""
 
     device: str
     number: int
@@ -67,8 +68,8 @@ class Port:
 
 
 class Limits(NamedTuple):
-    """What a device can. ``regions``: how many, of ``region_size`` bytes each at most.
-    ``on_demand``: memory can be registered without being pinned."""
+    """The limits of a device. ``regions``: their number, of ``region_size`` bytes each at most.
+    ``on_demand``: True if memory can be registered without being pinned."""
 
     regions: int
     region_size: int
@@ -87,7 +88,8 @@ class Endpoint(NamedTuple):
 
 
 def port_for(host: str) -> Port:
-    """The active port that has the address ``host`` of this machine; "" stands for this machine.
+    """Return the active port that has the address ``host`` of this machine; "" stands for this
+    machine.
 
     Raises ``TransportError`` that says why there is none.
     """
@@ -99,7 +101,7 @@ def port_for(host: str) -> Port:
 
 
 def ports() -> list[Port]:
-    """Every active port of this machine, with the address that is used first."""
+    """Return every active port of this machine, with the address that is used first."""
     found: dict[tuple[str, int], Port] = {}
     for name in _devices():
         for port in _ports(name):
@@ -108,7 +110,8 @@ def ports() -> list[Port]:
 
 
 def load() -> Any:
-    """pyverbs. Raises ``TransportError`` that says why not, and what to install."""
+    """Return pyverbs. Raise ``TransportError`` with the reason if there is none, and what to
+    install."""
     try:
         return _load()
     except ImportError as error:
@@ -132,30 +135,30 @@ class Region:
 
     @property
     def end(self) -> int:
-        """The address behind the last byte."""
+        """The address after the last byte."""
         return self.start + self.length
 
     def close(self) -> None:
-        """End all access to it, and release its pages. A second call does nothing."""
+        """End all access to the region, and release its pages. A second call does nothing."""
         with _as_transport_error(f"release {self.length} registered bytes"):
             self._memory.close()
 
 
 class Domain:
-    """A device, opened for one purpose: regions of one domain are not reached through another.
+    """A device, opened for one purpose: regions of one domain cannot be reached through another.
 
-    Thread-safe. Forked children have nothing of it.
+    Thread-safe. Forked children close their copy of it.
     """
 
     def __init__(self, port: Port) -> None:
-        """Raises ``TransportError``."""
+        """Open the device. Raises ``TransportError``."""
         self._verbs: Final = load()
         self.port: Final = port
-        # pyverbs does not tell which are its own, and forked children have to close them.
+        # pyverbs does not report its descriptors, and forked children have to close them.
         before = _descriptors()
         with _as_transport_error(f"open the RDMA device {port.device}"):
             self._context: Final = self._verbs.Context(name=port.device)
-            # One that was closed meanwhile may have given its number to ours.
+            # A descriptor that was closed meanwhile may have passed its number to ours.
             self.descriptors: Final = (
                 _descriptors() - before
             ) or _descriptors() - _open_descriptors()
@@ -171,8 +174,8 @@ class Domain:
     def register(
         self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
     ) -> Region:
-        """Pin memory of this process. remote: for the other side, which may read it; else for
-        requests posted here. writable: bytes will arrive in it. on_demand: do not pin; only to see
+        """Pin memory of this process. remote: for the other side, which may read it; otherwise for
+        requests posted here. writable: bytes will arrive in it. on_demand: do not pin; only to test
         whether that works.
 
         Raises ``RegisterError`` if the system refuses: too much, or memory that cannot be pinned.
@@ -191,8 +194,8 @@ class Domain:
             raise RegisterError(f"{error}; {hint}") from error
 
     def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
-        """Let the other side read ``length`` bytes from ``offset`` on of a dmabuf, whose descriptor
-        may be closed then. pyverbs has them begin at the address ``offset``.
+        """Let the other side read ``length`` bytes from ``offset`` on of a dmabuf. The caller may
+        close its descriptor afterwards. pyverbs has them begin at the address ``offset``.
 
         Raises ``RegisterError`` if the system refuses: the device, or its driver, takes none.
         """
@@ -205,12 +208,12 @@ class Domain:
             raise RegisterError(str(error)) from error
 
     def queue_pair(self) -> QueuePair:
-        """A new one, not connected. Raises ``TransportError``."""
+        """Return a new queue pair, not connected. Raises ``TransportError``."""
         return QueuePair(self, self._verbs, self._context, self._domain)
 
     def close(self) -> None:
-        """Close the device, with all that is in it. A second call does nothing."""
-        _ALL.discard(self)  # first: its descriptors become others'
+        """Close the device, with everything in it. A second call does nothing."""
+        _ALL.discard(self)  # first: other files may get its descriptors
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
 
@@ -218,7 +221,7 @@ class Domain:
         e = self._verbs.constants
         try:
             found = self._context.query_device_ex().odp_caps
-        except self._verbs.PyverbsError:  # a device that is not asked so has none
+        except self._verbs.PyverbsError:  # a device without this query has none
             return False
         wanted = e.IBV_ODP_SUPPORT_READ | e.IBV_ODP_SUPPORT_WRITE
         return bool(found.general_caps & e.IBV_ODP_SUPPORT) and (
@@ -226,15 +229,16 @@ class Domain:
         )
 
     def leave(self) -> None:
-        """Let go of the device, in a forked child. The parent's regions and queue pairs would
-        outlive it otherwise; and what is collected here would be taken from it."""
+        """Close the device's descriptors, in a forked child. Otherwise they would keep the parent's
+        regions and queue pairs alive after it; and destroying an object here would take it from the
+        parent."""
         for number in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(number)
 
 
 class QueuePair:
-    """One end of a reliable connection. For one thread; but ``close`` may be called by any."""
+    """One end of a reliable connection. For one thread; but any thread may call ``close``."""
 
     def __init__(self, domain: Domain, verbs: Any, context: Any, protection: Any) -> None:
         self._verbs: Final = verbs
@@ -259,7 +263,7 @@ class QueuePair:
             )
 
     def connect(self, other: Endpoint, *, remote: bool) -> None:
-        """Make it ready. remote: the other side may reach the regions of this one.
+        """Connect to the other end. remote: the other side may reach the regions of this one.
 
         Raises ``TransportError``.
         """
@@ -288,19 +292,19 @@ class QueuePair:
             self._pair.to_rts(attributes)
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        """Post: fetch ``length`` bytes at ``source`` there to ``target`` here."""
+        """Post a request that fetches ``length`` bytes at ``source`` there to ``target`` here."""
         operation = self._verbs.constants.IBV_WR_RDMA_READ
         self._post(operation, target, local_key, length, source, remote_key)
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        """Post: put ``length`` bytes at ``source`` here to ``target`` there."""
+        """Post a request that writes ``length`` bytes at ``source`` here to ``target`` there."""
         operation = self._verbs.constants.IBV_WR_RDMA_WRITE
         self._post(operation, source, local_key, length, target, remote_key)
 
     def poll(self) -> int:
-        """How many requests were carried out since the last call; they are in order. Raises
-        ``WorkError`` for one that failed: those behind it failed too, and the pair is of no use.
-        """
+        """Return the number of requests that completed since the last call, in order. Raises
+        ``WorkError`` if one failed: those after it failed too, and the pair cannot be used any
+        more."""
         if self.closed:
             raise TransportError("the queue pair is closed")
         with _as_transport_error("look for completions"):
@@ -311,7 +315,7 @@ class QueuePair:
         return int(count)
 
     def close(self) -> None:
-        """When this returns, nothing is read or written for it any more. A second call does
+        """Return when no byte is read or written on the pair's behalf any more. A second call does
         nothing; raises nothing."""
         if not self.closed:
             self.closed = True
@@ -358,7 +362,7 @@ def _leave_all() -> None:
 
 
 def _open_descriptors() -> set[int]:
-    """The descriptors of all domains that are open."""
+    """Return the descriptors of all open domains."""
     return {number for domain in list(_ALL) for number in domain.descriptors}
 
 
@@ -376,7 +380,7 @@ _PYVERBS: Final = {
     "qp": ("QP", "QPAttr", "QPCap", "QPInitAttr"),
     "wr": ("SGE", "SendWR"),
 }
-"""What is used of each module of pyverbs."""
+"""The names that are used of each module of pyverbs."""
 
 
 @functools.cache
@@ -394,7 +398,7 @@ def _load() -> SimpleNamespace:
         except ImportError:
             found["constants"] = importlib.import_module("pyverbs.libibverbs_enums")
     finally:
-        # It sets logging up for the whole process, which is not its to do; nor ours.
+        # pyverbs configures logging for the whole process, which is the user's to do.
         for each in [each for each in root.handlers if each not in before]:
             root.removeHandler(each)
         root.setLevel(level)
@@ -412,7 +416,7 @@ def _as_transport_error(what: str) -> Iterator[None]:
 
 
 _FOUND: Final[dict[tuple[str, str], Port]] = {}
-"""What was found before: a port may have a thousand addresses, each of them a file."""
+"""The ports found before: a port may have a thousand addresses, each of them a file."""
 
 
 def _port_for(named: str, host: str) -> Port:
@@ -494,7 +498,7 @@ def _text(place: str, name: str) -> str:
     try:
         with open(f"{place}/{name}", encoding="ascii") as file:
             return file.read().strip()
-    except OSError:  # an entry that is empty is an error to read
+    except OSError:  # reading an empty entry fails
         return ""
 
 
