@@ -86,7 +86,7 @@ class PoolSteps:
         return self.saver.save_version(f"step-{request.step:08d}.pt", state, request)
 
     def note_commit(self, request: StepRequest) -> None:
-        """Do nothing: what ``keep`` lets go of went in the same commit."""
+        """Do nothing: the commit itself retired the versions beyond ``keep``."""
 
     def make_room(self, request: StepRequest) -> bool:
         return False

@@ -1,7 +1,7 @@
 """The bytes of one tensor of a version, verified, in pieces of bounded size. No torch.
 
-A version is verified by the unit (16 MiB of a storage), so at least one unit is read at a time. The
-last one is kept: neighbours in a storage that are asked for one after another read it once.
+A version is verified unit by unit (16 MiB of a storage), so each read covers at least one unit. The
+last unit is kept, so requests for neighbours in it, one after another, read it once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from portus.reach.index.records import VersionRecord
 from portus.reach.versions.parts import part
 
 PIECE: Final = 16 << 20
-"""Bytes of a tensor that is not contiguous, at once."""
+"""Bytes of a tensor that is not contiguous, in one piece."""
 
 Raw = npt.NDArray[np.uint8]
 
 
 class Storages:
-    """The storages of a pinned version. Holds one unit in memory, and what its log changes."""
+    """The storages of a pinned version. Holds one unit in memory, and the changes in its log."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, logged: LogState = NOT_LOGGED
@@ -49,7 +49,7 @@ class Storages:
         self._held: Final[Raw] = np.empty(UNIT, np.uint8)
 
     def length(self, storage: int) -> int:
-        """Bytes of a storage."""
+        """Return the bytes of a storage."""
         return int(self._record.storages["length"][storage])
 
     def require(self, storage: int, size: int) -> None:
@@ -59,7 +59,8 @@ class Storages:
             raise CorruptionError(f"expected {size} bytes in storage {storage} of {count}")
 
     def read(self, storage: int, start: int, end: int) -> Iterator[memoryview]:
-        """The bytes from ``start`` to ``end`` of a storage; each piece is valid until the next.
+        """Yield the bytes from ``start`` to ``end`` of a storage; each piece is valid until the
+        next.
 
         Raises ``CorruptionError`` and ``MediumError``.
         """
@@ -101,11 +102,11 @@ class Storages:
 
 
 def tensor_bytes(storages: Storages, spec: TensorSpec, near: str) -> Iterator[memoryview]:
-    """The elements of a tensor in row-major order; each piece is valid until the next.
+    """Yield the elements of a tensor in row-major order; each piece is valid until the next.
 
     near: a directory with room for a storage, for tensors that are not contiguous.
-    Raises ``CorruptionError`` and ``MediumError``, and ``UsageError`` for lazy bits on a dtype for
-    which they cannot be carried out.
+    Raises ``CorruptionError`` and ``MediumError``, and ``UsageError`` for lazy bits on a dtype
+    without arithmetic in numpy.
     """
     size = ITEM_SIZES[spec.dtype]
     if 0 in spec.shape:
@@ -139,7 +140,7 @@ def _gather(raw: Raw, spec: TensorSpec, size: int) -> Iterator[memoryview]:
 
 
 def _blocks(view: npt.NDArray[Any], count: int) -> Iterator[npt.NDArray[Any]]:
-    """Parts of an array of about ``count`` elements, in row-major order."""
+    """Yield parts of an array of about ``count`` elements, in row-major order."""
     if view.size <= count or view.ndim == 0:
         yield view
         return
@@ -175,15 +176,15 @@ def _resolve(spec: TensorSpec, block: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 @contextlib.contextmanager
 def _spill(storages: Storages, storage: int, near: str) -> Iterator[Raw]:
-    """All bytes of a storage, to look at in any order: in a file without a name, so that they need
-    not be in memory at once."""
+    """Yield all bytes of a storage, for access in any order. They are in a file without a name, so
+    they need not be in memory at once."""
     length = storages.length(storage)
     try:
         with tempfile.TemporaryFile(dir=near) as file:
             for piece in storages.read(storage, 0, length):
                 file.write(piece)
             file.flush()
-            # Not closed by hand: it goes with the last array that looks at it.
+            # Not closed here: it goes with the last array that refers to it.
             yield np.frombuffer(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ), np.uint8)
     except MediumError:
         raise

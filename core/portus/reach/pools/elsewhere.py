@@ -1,4 +1,4 @@
-"""Where a tensor is that a state has an ``Elsewhere`` for: a version in another pool."""
+"""The tensor that an ``Elsewhere`` in a state stands for, in a version of another pool."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def replace_elsewhere(state: Any, of: Filler, path: str = "") -> Any:
 def open_pool_of(
     place: Elsewhere, pool: str | os.PathLike[str] | None = None
 ) -> Iterator[PoolReader]:
-    """The pool that an ``Elsewhere`` leads to, for reading; ``pool``: where it is now, if not where
-    it was. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for what is no pool."""
+    """Yield the pool of an ``Elsewhere``, for reading. ``pool``: its present place, if it was
+    moved. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for a place without a
+    pool."""
     named = Place.parse(place.pool if pool is None else pool, "the pool of tables")
     if named.local_pool is None:
         raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
@@ -60,7 +61,7 @@ def open_pool_of(
 
 
 def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
-    """The version in which it is. Raises ``StaleError`` if it is not in the pool."""
+    """Return the version of an ``Elsewhere``. Raise ``StaleError`` if it is not in the pool."""
     with contextlib.suppress(ValueError):
         found = pool.catalogue().of_token(bytes.fromhex(place.token))
         if found is not None:
@@ -72,7 +73,8 @@ def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
 
 
 def within(state: object, place: Elsewhere) -> torch.Tensor:
-    """The tensor, in the state of that version. Raises ``CorruptionError`` if there is none."""
+    """Return the tensor of an ``Elsewhere`` from the state of its version. Raise
+    ``CorruptionError`` if there is none."""
     found: Any = state
     with contextlib.suppress(LookupError, TypeError):
         for key in place.path:
@@ -87,7 +89,7 @@ def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object
     lists and tuples is replaced by the tensor, which is read from the pool and verified. The caller
     owns the tensors. Blocks while it reads.
 
-    pool: where the tables' pool is now; None: where it was when the state was saved.
+    pool: the present place of the tables' pool; None: its place when the state was saved.
 
     Needed only for a model that is not protected: a protected one accepts such a state as it is.
     Raises ``StaleError`` if the mark was deleted, ``CorruptionError``, ``MediumError``;
@@ -106,5 +108,5 @@ def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object
 
 
 def marked_state(pool: PoolReader, place: Elsewhere) -> object:
-    """The state of a mark. Raises as ``fill``."""
+    """Return the state of a mark. Raises as ``fill``."""
     return load(pool, version_of(pool, place))

@@ -73,8 +73,8 @@ def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
 
 
 def load_version(mirror: Mirror, added: Added, names: Patterns = None, **settings: Any) -> object:
-    """Load a version of a mirror: of several files a dict, by their names. settings: those of
-    ``restore.load_files``. Raises as that and ``Mirror.open_version``."""
+    """Return the state of a version of a mirror: of several files a dict, by their names. settings:
+    those of ``restore.load_files``. Raises as that and ``Mirror.open_version``."""
     with mirror.open_version(added) as opened:
         found = restore.load_files(opened.files(), opened.version.info, names, **settings)
     return found if len(found) > 1 else next(iter(found.values()))

@@ -1,4 +1,4 @@
-"""``ImageDraft``: a version of a pool that has the files of images."""
+"""``ImageDraft``: a version of a pool that contains the files of images."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _ADVICE: Final = (
 @dataclass(frozen=True, slots=True)
 class CommittedImages:
     """The newest version of files that a process committed, to share with. ``crcs``: of each unit
-    of the storages of files; None: nobody knows them any more."""
+    of the storages of files; None if they are not known."""
 
     version: PreviousVersion
     files: int
@@ -50,7 +50,7 @@ class CommittedImages:
 
     @property
     def storages(self) -> PreviousVersion:
-        """The version as if it had the storages of its files alone."""
+        """The version as if it had only the storages of its files."""
         record = self.version.record
         count = len(record.storages) - self.files
         return replace(self.version, record=replace(record, storages=record.storages[:count]))
@@ -58,14 +58,14 @@ class CommittedImages:
 
 class ImageDraft:
     """A ``Draft`` of files in a pool. The storages of the save are those of the files, one file
-    after another; the bytes around them are copied at the commit, since they have the digests. With
-    this one the version has no pointers."""
+    after another. The bytes around them are copied at the commit, since they contain the digests. A
+    version of this class has no pointers."""
 
     def __init__(
         self, draft: PoolDraft | HostDraft, model: str, table: FileTable, images: Sequence[Image]
     ) -> None:
-        """draft: of a version of ``model`` whose lengths are ``lengths_of`` of the images.
-        table: of their files."""
+        """draft: of a version of ``model`` whose lengths are ``lengths_of`` of the images. table:
+        of their files."""
         self._draft: Final = draft
         self._model: Final = model
         self._images: Final = images
@@ -81,11 +81,11 @@ class ImageDraft:
         """The version, once it is committed."""
 
     def before(self) -> CommittedImages | None:
-        """Return what may be shared: the newest version now."""
+        """Return the newest version, with which this one may share."""
         return None
 
     def make_room(self) -> bool:
-        """Give something back where the pool is full; return False if there is no more."""
+        """Release space in a full pool; return False if there is no more to release."""
         return False
 
     @property
@@ -124,10 +124,10 @@ class ImageDraft:
             return False
         rows, record = self._rows(indices), known.version.record
         self._digests[rows] = share(record, indices).digests
-        # Nobody has summed them in this process, and the pool stores digests, no CRCs.
+        # This process has not summed them, and the pool stores digests, not CRCs.
         if known.crcs is None:
             self._crcs[rows] = sum_sources(Sources.in_memory(address, self._length[indices]))
-        else:  # others had other lengths then, so these had other rows
+        else:  # other storages may have changed their lengths, and so these their rows
             first = record.storages["first_unit"][indices].astype(np.int64)
             self._crcs[rows] = known.crcs[ranges(first, self._units[indices])]
         return True
@@ -156,7 +156,7 @@ class ImageDraft:
         return ranges(self._first[indices], self._units[indices])
 
     def _around(self) -> Iterator[bytearray]:
-        """The bytes around the storages of each file."""
+        """Yield the bytes around the storages of each file."""
         _, sizes = unit_spans(np.zeros_like(self._length), self._length)
         units = list(zip(self._crcs.tolist(), sizes.tolist(), strict=True))
         first = 0
@@ -193,13 +193,13 @@ def sum_sources(sources: Sources) -> Crcs:
 
 
 def lengths_of(images: Sequence[Image]) -> Column:
-    """The length of each storage of a version of the files of ``images``."""
+    """Return the length of each storage of a version of the files of ``images``."""
     around = [image.size - int(image.length.sum()) for image in images]
     return np.concatenate([*(image.length for image in images), np.array(around, np.int64)])
 
 
 class _SummedFeed:
-    """A ``Feed`` that notes the CRC32 of each unit that it hands out, in ``crcs``."""
+    """A ``Feed`` that notes the CRC32 of each unit that it yields, in ``crcs``."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed: Final = feed

@@ -1,5 +1,5 @@
-"""What is in a version of a shelf, or of tables, as its contents say: by key path, without a byte
-of its storages."""
+"""The leaves of a version of a shelf, or of tables: by key path, without a byte of its
+storages."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from portus.reach.formats.safetensors import DTYPES
 from portus.reach.pools.weights_only import unpickle
 
 Leaf = tuple[str, object]
-"""A value, behind its key path."""
+"""A key path and its value."""
 
 
 def is_pickle(contents: bytes) -> bool:
-    """True for contents of tables, False for those of a shelf."""
+    """Return True for contents of tables, False for those of a shelf."""
     return contents[:1] == b"\x80"
 
 
 def shelf_items(
     contents: bytes, lengths: Sequence[int], make: Make = lambda array: array
 ) -> dict[str, object]:
-    """The items of a shelf whose storages have these lengths. Raises ``CorruptionError`` for an
-    array that is not all of one of them, and as ``decode``."""
+    """Return the items of a shelf whose storages have these lengths. Raises ``CorruptionError`` for
+    an array that is not all of one of them, and as ``decode``."""
 
     def make_checked(array: StoredArray) -> object:
         if not 0 <= array.storage < len(lengths) or array.size != lengths[array.storage]:
@@ -41,8 +41,8 @@ def shelf_items(
 def leaves_in(
     contents: bytes, lengths: Sequence[int], storages: Sequence[torch.UntypedStorage] | None = None
 ) -> list[Leaf]:
-    """What contents say of storages of these lengths: of a shelf, a tensor or an array as a
-    ``StoredArray``, of tables a plain tensor as a ``TensorSpec``. storages: these, with their
+    """Return the leaves in contents, of storages of these lengths. Of a shelf, a tensor or an array
+    is a ``StoredArray``; of tables, a plain tensor is a ``TensorSpec``. storages: these, with their
     bytes, which torch needs for tensors of some kinds, such as quantized ones. Raises
     ``CorruptionError``, also without such bytes, and ``UsageError``."""
     if not is_pickle(contents):
@@ -55,7 +55,7 @@ def leaves_in(
 
 
 def tensors_among(found: Iterable[Leaf]) -> tuple[TensorSpec, ...]:
-    """The plain tensors; an array of a shelf as its bytes."""
+    """Return the plain tensors among leaves; an array of a shelf as its bytes."""
     return tuple(
         value if isinstance(value, TensorSpec) else value.raw(path)
         for path, value in found
@@ -64,7 +64,8 @@ def tensors_among(found: Iterable[Leaf]) -> tuple[TensorSpec, ...]:
 
 
 def as_tensor(path: str, array: StoredArray) -> TensorSpec | ArrayShape:
-    """An array whose dtype safetensors has too as a tensor; a tensor as it is."""
+    """Return an array as a tensor if safetensors has its dtype, else its shape; a tensor as it
+    is."""
     shape = array.shape
     if shape is None:
         return array.raw(path)

@@ -11,7 +11,7 @@ from portus.reach.format.layout import MAGIC
 from portus.reach.index.place import SUFFIX, Place, load_class
 
 DEFAULT: Final = "checkpoints"
-"""The directory where nobody names one."""
+"""The directory for a user who names none."""
 
 
 def place_of(directory: str | os.PathLike[str] | None) -> Place:
@@ -19,7 +19,7 @@ def place_of(directory: str | os.PathLike[str] | None) -> Place:
     if directory is None:
         return Place.by_variable() or Place.parse(os.path.abspath(DEFAULT))
     place = Place.parse(directory, "directory")
-    if os.path.isfile(place.path) and not place.path.endswith(SUFFIX):  # no device, nor a host
+    if os.path.isfile(place.path) and not place.path.endswith(SUFFIX):  # no device or host
         with contextlib.suppress(OSError), open(place.path, "rb") as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise UsageError(
@@ -30,7 +30,7 @@ def place_of(directory: str | os.PathLike[str] | None) -> Place:
 
 
 def steps_of(directory: str | os.PathLike[str] | None, *others: Any) -> Any:
-    """Return the ``Steps`` of a ``Checkpointer`` at the place that a user names. others: what else
-    they are made from. Raises ``UsageError``."""
+    """Return the ``Steps`` of a ``Checkpointer`` at the place that a user names. others: further
+    arguments of their constructor. Raises ``UsageError``."""
     place = place_of(directory)
     return load_class(place.classes.steps)(place, *others)

@@ -1,15 +1,16 @@
-"""Resolution of a pointer to the file that it leads to.
+"""Resolution of a pointer to its file.
 
 V6: a pointer may come from a stranger, so it does not choose what is opened. A pool is opened only
 if it is
 
-1. configured: by ``$PORTUS_POOL``, or allowed by the program. That a configured place has the
+1. configured: by ``$PORTUS_POOL``, or allowed by the program. A configured place that has the
    version is enough: it may have been filled from a mirror.
-2. where the pointer says, on this machine: a regular file called ``*.portus``, or a DAX device. It
-   is read only, and must have the identity that the pointer names.
+2. at the place in the pointer, on this machine: a regular file called ``*.portus``, or a DAX
+device.
+   It is read only, and must have the identity in the pointer.
 
-A storage host is asked only if its address is configured: what a pointer says of hosts is for
-people to read. What is loaded is verified.
+A storage host is asked only if its address is configured: the hosts in a pointer are for people to
+read. The loaded bytes are verified.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ Result = TypeVar("Result")
 _log: Final = logging.getLogger("portus")
 
 _TRIES: Final = 100
-"""A load starts again when its file was replaced before its version was pinned, this often."""
+"""The most times that a load starts again because its pointer was replaced before its version was
+pinned."""
 
 
 class KnownPools:
-    """The places to which pointers may lead in this process. Thread-safe."""
+    """The places to which pointers may refer in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.RLock()
@@ -63,13 +65,13 @@ class KnownPools:
             os.register_at_fork(after_in_child=self._forget_lock)
 
     def allow(self, place: Place) -> None:
-        """Let pointers lead to the pool, or the pools, at ``place``."""
+        """Let pointers refer to the pool, or the pools, at ``place``."""
         with self._guard:
             if place not in self._allowed:
                 self._allowed.append(place)
 
     def allowed_places(self) -> list[Place]:
-        """What is configured: ``$PORTUS_POOL`` first."""
+        """Return the configured places: ``$PORTUS_POOL`` first."""
         variable = Place.by_variable()
         with self._guard:
             return ([variable] if variable else []) + self._allowed
@@ -83,19 +85,20 @@ POOLS: Final = KnownPools()
 
 
 def allow(pool: PlaceName) -> None:
-    """Let pointers lead to ``pool``: a pool file, a device, or storage hosts.
+    """Let pointers refer to ``pool``: a pool file, a device, or storage hosts.
 
-    A process that saves there, or for which ``$PORTUS_POOL`` names it, need not say so.
+    A process that saves there, or for which ``$PORTUS_POOL`` names it, need not call this.
     """
     POOLS.allow(Place.parse(pool))
 
 
 def load_text(text: str) -> object:
-    """What ``torch.load`` gets for the string in a pointer. Raises as ``use_reference``."""
+    """Return the state for the string in a pointer, which ``torch.load`` then returns. Raises as
+    ``use_reference``."""
     from portus.reach.pools.restore import load  # it is heavy, and most programs load files
 
     reference = decode_text(text)
-    # torch passes nothing but the string, so what else was asked for is on the stack.
+    # torch passes only the string, so its other arguments are read from the stack.
     asked = _arguments_of_torch_load(sys._getframe(1))
     path = _path_of(asked.get("f"))
     if asked.get("mmap"):
@@ -121,7 +124,7 @@ def load_text(text: str) -> object:
 
 
 def is_reference(path: str | os.PathLike[str]) -> bool:
-    """True if a pointer is at ``path``. Reads nothing of a large file.
+    """Return True if a pointer is at ``path``. Reads nothing of a large file.
 
     Raises ``CorruptionError`` for a damaged pointer.
     """
@@ -129,17 +132,17 @@ def is_reference(path: str | os.PathLike[str]) -> bool:
 
 
 def read_reference(path: str | os.PathLike[str]) -> Reference | None:
-    """What the file at ``path`` says, if it is a pointer: of which model and step it is, and which
-    version, by its ``token``. None if it is none. Opens no pool. Raises ``CorruptionError`` for a
-    damaged one, ``MediumError``."""
+    """Return the pointer at ``path``: its model and step, and its version, by its ``token``. Return
+    None for another file. Opens no pool. Raises ``CorruptionError`` for a damaged pointer,
+    ``MediumError``."""
     return read(path)
 
 
 def use_reference(
     path: str | os.PathLike[str], use: Callable[[PoolReader, VersionEntry, Reference], Result]
 ) -> Result:
-    """What ``use`` gives for the version that the pointer at ``path`` leads to, and for what that
-    says. Called again if the pointer is replaced meanwhile.
+    """Return the result of ``use`` for the version of the pointer at ``path``, and for the pointer.
+    ``use`` is called again if the pointer is replaced meanwhile.
 
     Raises ``UsageError`` if there is no pointer, if its pool may not be opened (the message says
     what allows it) or does not have its version; ``CorruptionError``, ``MediumError``,
@@ -153,8 +156,8 @@ def use_reference(
 
 
 def is_removed(reference: Reference, path: str) -> bool:
-    """True if the pool that a pointer at ``path`` leads to is there, without its version; False
-    also if it cannot be asked."""
+    """Return True if the pool of a pointer at ``path`` exists, without its version; False also if
+    the pool cannot be opened."""
     try:
         _use(reference, path, lambda *_: None)
     except _RemovedError:
@@ -165,7 +168,8 @@ def is_removed(reference: Reference, path: str) -> bool:
 
 
 def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
-    """Return what ``act`` gives for the file in a pool that the pointer at ``path`` leads to."""
+    """Return the result of ``act`` for the file in a pool that the pointer at ``path`` refers
+    to."""
     from portus.reach.pools.version_file import files_opened  # it is heavy
 
     def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> list[Result]:
@@ -178,14 +182,14 @@ def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
 
 
 def is_pointer_good(data: bytes, path: str) -> bool:
-    """Return whether the pointer with the bytes ``data`` is whole, and is not known to lead to
-    nothing from ``path``. Raises ``CorruptionError`` for a damaged one."""
+    """Return whether the pointer with the bytes ``data``, at ``path``, is intact and not known to
+    refer to a removed version. Raises ``CorruptionError`` for a damaged one."""
     pointer = decode(data)
     return pointer is None or not is_removed(pointer, path)
 
 
 class _RemovedError(UsageError):
-    """A pool does not have a version any more."""
+    """A pool no longer has a version."""
 
 
 def _use(
@@ -214,8 +218,8 @@ def _use(
                 if not is_allowed:
                     raise
                 failure = failure or error
-        # Since it was read, a training may have replaced it, and released its version.
-        newer = read(path) if path else None  # replaced since it was read?
+        # A training may have replaced the pointer since it was read, and released its version.
+        newer = read(path) if path else None
         if newer is None or newer.id == reference.id:
             raise failure or _missing(reference, path, was_found=was_found)
         reference = newer
@@ -238,7 +242,7 @@ def _missing(reference: Reference, path: str | None, *, was_found: bool) -> Port
 
 
 def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place, bool]]:
-    """Where the version may be, and whether that is configured."""
+    """Yield the places where the version may be, and whether each is configured."""
     seen = set()
     for place in POOLS.allowed_places():
         pools = place.readable
@@ -250,7 +254,7 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
     hosts = [host for place in POOLS.allowed_places() for host in place.hosts]
     yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
-    # Also by the way from the pointer to the pool: a run may have been moved as a whole.
+    # Also by the relative path from the pointer to the pool: a run may have been moved as a whole.
     if path is not None and not reference.pool_relative.startswith("portus"):
         where = os.path.dirname(os.path.realpath(path))
         named.append(os.path.normpath(os.path.join(where, *reference.pool_relative.split("/"))))
@@ -261,7 +265,8 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
 
 
 def _here(path: str) -> Place | None:
-    """The pool at a path of this machine that a pointer names; None for what it may not choose."""
+    """Return the pool at a path of this machine in a pointer; None for a path that it may not
+    choose."""
     if not os.path.isabs(path) or path.startswith("//"):
         return None
     try:
@@ -274,8 +279,8 @@ def _here(path: str) -> Place | None:
 
 
 def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
-    """The pool at a place; of a host that is gone, that of its replica, which leads from then on.
-    Raises what opening raises."""
+    """Return the pool at a place; for a host that has failed, that of its replica, which leads from
+    then on. Raises as opening does."""
     from portus.reach.files.home import open_place  # they are heavy
     from portus.reach.files.host import HostPool
 
@@ -285,7 +290,7 @@ def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
 
 
 def _arguments_of_torch_load(frame: FrameType | None) -> dict[str, object]:
-    """What ``torch.load`` up the stack was called with; nothing if it was not called."""
+    """Return the arguments of ``torch.load`` on the stack; none if it was not called."""
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if name == "torch.serialization" and frame.f_code.co_name == "load":
@@ -295,7 +300,7 @@ def _arguments_of_torch_load(frame: FrameType | None) -> dict[str, object]:
 
 
 def _path_of(source: object) -> str | None:
-    """The path of what was given to ``torch.load``: a path, or a file that knows its own."""
+    """Return the path of the argument of ``torch.load``: a path, or a file that knows its own."""
     for _ in range(8):  # wrappers of wrappers
         if isinstance(source, str | os.PathLike):
             path = os.path.abspath(os.fsdecode(source))

@@ -1,7 +1,7 @@
 """Loads of committed versions back into tensors, verified (V4).
 
-A load fills fresh memory, hashes what arrived there and compares; nothing unverified is handed
-out. ``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
+A load fills fresh memory, hashes what arrived there and compares; no unverified byte is returned.
+``restore_into`` first verifies the pool's bytes, then copies them over the caller's tensors,
 hashing again: if no version verifies, the tensors are untouched.
 """
 
@@ -45,7 +45,7 @@ from portus.reach.versions.parts import share, sources
 
 @dataclass(frozen=True)
 class _PinnedVersion:
-    """A pinned version with everything that was read of it but its bytes."""
+    """A pinned version with everything that was read of it, except its bytes."""
 
     pool: PoolReader
     record: VersionRecord
@@ -56,7 +56,7 @@ class _PinnedVersion:
 
     @cached_property
     def leaves(self) -> list[tuple[str, object]]:
-        """See ``leaves_in``."""
+        """The leaves of the version; see ``leaves_in``."""
         lengths, storages = self.lengths.tolist(), None
         with contextlib.suppress(CorruptionError), _naming(self):
             return leaves_in(self.contents, lengths)
@@ -68,7 +68,7 @@ class _PinnedVersion:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The plain tensors in it; an array of a shelf as its bytes."""
+        """The plain tensors of the version; an array of a shelf as its bytes."""
         return tensors_among(self.leaves)
 
     @property
@@ -76,7 +76,7 @@ class _PinnedVersion:
         return describe(self.record.info)
 
     def name(self, index: int) -> str:
-        """What errors call a storage. Reads none: one may be damaged."""
+        """Return the name of a storage, for errors. Reads no storage: one may be damaged."""
         if not is_pickle(self.contents):
             return f"{self.where}: {_names(self.tensors, index)}"
         found = storages_in(self.contents)
@@ -98,7 +98,7 @@ class _PinnedVersion:
         wanted = wanted[~placed]
         group = share(self.record, wanted)
         lengths = self.lengths[wanted]
-        nowhere = np.ones(len(wanted), np.int64)  # addresses are not looked at
+        nowhere = np.ones(len(wanted), np.int64)  # not used as addresses
         found = check(self.pool.medium, sources(nowhere, lengths, group.extents), Stop())
         _compare(self, wanted, found, group.digests)
 
@@ -129,13 +129,13 @@ def load(
     file: str | None = None,
     **settings: Any,
 ) -> object:
-    """The state of one version, on the CPU, in memory of its own; or the part that matches.
+    """Return the state of one version, on the CPU, in memory of its own; or the part that matches.
 
-    verify: False hands bytes out without comparing their checksums. file: one of its files, alone;
-    ``CorruptionError`` if there is none of that name.
+    verify: False returns bytes without comparing their checksums. file: load only that file of the
+    version; ``CorruptionError`` if there is none of that name.
 
-    Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if it was
-    retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
+    Raises ``CorruptionError`` naming model, step, tensor and offset, ``StaleError`` if the version
+    was retired meanwhile, ``MediumError``; ``UsageError`` for a pattern that matches nothing.
     """
     with files_opened(pool, entry, file) as files:
         if file is not None and not files:
@@ -157,8 +157,9 @@ def load(
 def load_over(
     pool: PoolReader, entry: VersionEntry, there: Mapping[int, torch.UntypedStorage]
 ) -> object:
-    """The state of one version, of which some storages, by their indices, are the memory ``there``:
-    the pool's own, which is read and verified, and not filled. Raises as ``load``."""
+    """Return the state of one version, with some storages, by their indices, in the memory
+    ``there``: that is the pool's own, which is read and verified, and not filled. Raises as
+    ``load``."""
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
         given = np.array(sorted(there), np.int64)
@@ -172,7 +173,7 @@ def load_over(
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A state whose plain tensors have memory that holds nothing. ``indices``: of storages of the
+    """A state whose plain tensors have memory without their bytes. ``indices``: of storages of the
     version, by the address (``_cdata``) of the storage of a tensor."""
 
     state: object
@@ -182,7 +183,7 @@ class Outline:
     logged: LogState = NOT_LOGGED
 
     def name(self, index: int) -> str:
-        """What errors call a storage."""
+        """Return the name of a storage, for errors."""
         return f"{describe(self.record.info)}: {_names(self.tensors, index)}"
 
 
@@ -190,9 +191,9 @@ class Outline:
 def outline_version(
     pool: PoolReader, entry: VersionEntry, keep: Matcher | None = None
 ) -> Iterator[Outline]:
-    """A version, or what of it has key paths to ``keep``, without the bytes of its tensors: memory
-    is set aside for them, which nobody touches and so nobody has. All else, arrays too, is loaded
-    and verified. The version is pinned inside.
+    """Yield a version, or the part with key paths to ``keep``, without the bytes of its tensors:
+    they get address space that is never touched, and so takes no memory. All else, arrays too, is
+    loaded and verified. The version is pinned inside.
 
     Raises as ``load``.
     """
@@ -206,9 +207,9 @@ def outline_version(
 def contents_of(
     pool: PoolReader, entry: VersionEntry
 ) -> tuple[tuple[TensorSpec, ...], list[tuple[str, object]]]:
-    """The plain tensors in a version of a shelf, or of tables, its arrays as their bytes; and all
-    that is in it, by key path, without a byte of a storage: a tensor, or an array, as a
-    ``TensorSpec``; an array of a dtype that no tensor has as its ``ArrayShape``. Raises as
+    """Return the plain tensors of a version of a shelf, or of tables, its arrays as their bytes;
+    and all leaves, by key path, without a byte of a storage. A tensor, or an array, is a
+    ``TensorSpec``, and an array of a dtype that no tensor has is its ``ArrayShape``. Raises as
     ``load``."""
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
@@ -221,7 +222,8 @@ def contents_of(
 def verify(
     pool: PoolReader, entry: VersionEntry, advance: Callable[[int], None] | None = None
 ) -> int:
-    """Read and check every byte of one version; how many. ``advance`` is told bytes done.
+    """Read and check every byte of one version; return their number. ``advance`` receives bytes
+    done.
 
     Raises as ``load``.
     """
@@ -240,10 +242,10 @@ def restore_into(
 ) -> RestoreReport:
     """Copy one version over the tensors of ``state``, and set its other leaves.
 
-    Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
-    shapes always), for tensors that share memory and have different values in the version, for a
-    table that is in another pool (``Elsewhere``), in the version or in ``state``, for a pattern
-    that matches nothing, and as ``load``; then ``state`` is untouched.
+    Raises ``UsageError`` listing tensors that are missing, unexpected or of another shape
+    (``strict``; shapes always), for tensors that share memory and have different values in the
+    version, for a table that is in another pool (``Elsewhere``), in the version or in ``state``,
+    for a pattern that matches nothing, and as ``load``; then ``state`` is untouched.
     """
     with files_opened(pool, entry) as files:
         if len(files) > 1:
@@ -271,7 +273,7 @@ def load_files(
     weights_only: bool | None = None,
     map_location: Any = "cpu",
 ) -> dict[str, object]:
-    """What is in the files of a version, by their names. Raises as ``load``."""
+    """Return the contents of the files of a version, by their names. Raises as ``load``."""
     settings: dict[str, object] = {"map_location": map_location}
     if weights_only is not None:
         settings["weights_only"] = weights_only
@@ -287,7 +289,7 @@ class _VersionState:
     """A version of a shelf or of tables, as a ``StoredState``."""
 
     def __init__(self, opened: _PinnedVersion, device: str) -> None:
-        """device: of the memory for plain tensors; on "meta" there is none."""
+        """device: of the memory for plain tensors; on "meta" they have none."""
         self._opened: Final = opened
         self.where: Final = opened.where
         found = (value for _, value in opened.leaves if isinstance(value, StoredArray))
@@ -316,7 +318,7 @@ class _VersionState:
 
 
 def _assemble(opened: _PinnedVersion, storages: Sequence[torch.UntypedStorage | None]) -> object:
-    """The state over ``storages``; what has one that is None has no memory, and is not used."""
+    """Return the state over ``storages``; a storage that is None has no memory, and is not used."""
     lengths = opened.lengths.tolist()
     every = [
         torch.UntypedStorage(length, device="meta") if each is None else each
@@ -338,7 +340,7 @@ def _assemble(opened: _PinnedVersion, storages: Sequence[torch.UntypedStorage | 
 
 @contextlib.contextmanager
 def _naming(opened: _PinnedVersion) -> Iterator[None]:
-    """Have errors name the version."""
+    """Put the version's name into errors."""
     try:
         yield
     except CorruptionError as error:
@@ -356,7 +358,8 @@ def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _PinnedVersion
 
 
 def _storages_of(opened: _PinnedVersion, keep: Matcher | None) -> Column:
-    """Indices of the storages that the kept leaves need, and of those that no tensor names."""
+    """Return the indices of the storages that the kept leaves need, and of those without a
+    tensor."""
     count = len(opened.record.storages)
     if keep is None:
         return np.arange(count)
@@ -366,7 +369,7 @@ def _storages_of(opened: _PinnedVersion, keep: Matcher | None) -> Column:
 
 
 def _units_in_place(opened: _PinnedVersion, index: int) -> Iterator[memoryview]:
-    """The units of a storage that is changed in place; they are verified in any case."""
+    """Yield the units of a storage that is changed in place; they are verified in any case."""
     try:
         yield from opened.in_place.units(index)
     except CorruptionError as error:
@@ -390,7 +393,7 @@ def _compare(opened: _PinnedVersion, wanted: Column, found: Digests, expected: D
 
 
 def _batches(lengths: Column) -> list[Column]:
-    """Runs of storages of about 256 MiB."""
+    """Return runs of storages of about 256 MiB."""
     if not len(lengths):
         return []
     part = (np.cumsum(lengths) - lengths) // (256 << 20)
@@ -398,10 +401,10 @@ def _batches(lengths: Column) -> list[Column]:
 
 
 def _names(tensors: Sequence[TensorSpec], index: int) -> str:
-    """What a storage is called: the tensors that use it."""
+    """Return the tensors that use a storage, as its name."""
     return " = ".join(spec.name for spec in tensors if spec.storage == index) or "an array"
 
 
 def describe(info: VersionInfo) -> str:
-    """What errors call a version."""
+    """Return the name of a version, for errors."""
     return f"model {info.model!r}, step {info.step} (version {info.id})"

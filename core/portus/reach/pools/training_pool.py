@@ -1,4 +1,4 @@
-"""``TrainingPool``: where a training keeps its checkpoint files that no file system holds."""
+"""``TrainingPool``: a training's checkpoint files that are in a pool, not in a file system."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ from portus.reach.versions.pool_draft import PoolDraft
 _log: Final = logging.getLogger("portus")
 
 _NAMES_MAX: Final = 64
-"""Trainings of one name that save to a storage host at once."""
+"""Trainings that save to a storage host under one name at once."""
 
 _HELD: Final[set[tuple[Place, str]]] = set()
-"""Where this process saves, and under which names: a host refuses others them, after a wait."""
+"""Where this process saves, and under which names: a host refuses them to others, after a wait."""
 
 
 class TrainingPool(Destination):
     """The versions of one training in a pool, on a device or on a storage host, as a
     ``Destination``. At a checkpoint's path is a *pointer*, a small file that loads follow. A
-    version stays until its last pointer is removed, or replaced, through this. A file without a
-    path is a version that has no pointer.
+    version stays until its last pointer is removed, or replaced, through this class. A file without
+    a path is a version that has no pointer.
 
-    place: where the pool is: a device, a host, or several hosts, of which each rank of a job saves
-    to one. name: asked, when the pool opens, what the training is called there. is_named: a user
-    gave the name; else, where another process saves to a host under it, the next one is taken,
-    ``name~2``. settings: how to save.
+    place: of the pool: a device, a host, or several hosts, of which each rank of a job saves to
+    one. name: called when the pool opens, returns the name of the training there. is_named: a user
+    gave the name; otherwise, if another process saves to a host under it, the next one is taken,
+    ``name~2``. settings: of the saves.
 
-    The pool is opened by the first save, and stays open. Threads may share this. Raises
-    ``UsageError`` if two are to have what counts, and the place is no host.
+    The first save opens the pool, which then stays open. Threads may share this. Raises
+    ``UsageError`` if two copies must be durable, and the place is no host.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class TrainingPool(Destination):
         self._pool: Pool | None = None
         self._before: CommittedImages | None = None
         self._steady: Flags | None = None
-        # What a process saves to, its pointers may lead to (V6).
+        # The pointers of a process may refer to the pool that it saves to (V6).
         POOLS.allow(place)
 
     @property
     def model(self) -> str:
-        """What the training is called in the pool, which is open."""
+        """The name of the training in the pool, which is open."""
         return self._name if self._number == 1 else f"{self._name}~{self._number}"
 
     @calls.mark
     def open(self) -> Pool:
-        """Open the pool, or make it, if it is not open. Raises ``UsageError``, ``BusyError``,
-        ``MediumError``, ``CorruptionError``, ``TransportError``."""
+        """Return the pool, opened or made first if it is not open. Raises ``UsageError``,
+        ``BusyError``, ``MediumError``, ``CorruptionError``, ``TransportError``."""
         with self._guard:
             if self._pool is None:
                 self._name, self._number = self._asked_name(), 1
@@ -120,11 +120,11 @@ class TrainingPool(Destination):
             return self._pool
 
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
-        """Return which storages to hash before anything is copied: those that were the same last
-        time; at first, those that nobody trains. late: those that are copied late. unchanged:
-        nothing was stepped since the last save, so those too."""
+        """Return which storages to hash before anything is copied: those that were unchanged last
+        time; at first, those that are not trained. late: those that are copied late. unchanged: no
+        optimizer stepped since the last save, so those too."""
         known = self._steady
-        # What nobody trains is probably what the version before has, such as a frozen base.
+        # A storage that is not trained, such as a frozen base, is probably in the version before.
         hint = ~late if known is None or len(known) != len(late) else known
         return hint | late if unchanged else hint
 
@@ -181,7 +181,7 @@ class TrainingPool(Destination):
         self._before, self._steady = draft.committed, steady
 
     def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
-        """Remove a pointer, and then the version that it alone leads to."""
+        """Remove a pointer, and the version if it was the last one that refers to it."""
         pointer = self.pointer_at(path)
         # The name first, then the version (V5): killed in between, the version only takes space.
         publisher.remove(path)
@@ -198,8 +198,8 @@ class TrainingPool(Destination):
             )
 
     def _pointer(self, path: str, files: int, snapshot: Snapshot) -> Reference:
-        """Return the pointer to be put at ``path``, absolute, for the file of that name in the
-        version of ``snapshot``, which has so many files. The pool is open."""
+        """Return the pointer for ``path``, which is absolute: to the file of that name in the
+        version of ``snapshot``, which has that many files. The pool is open."""
         assert self._pool is not None
         where = str(self.place)
         relative = where
@@ -220,8 +220,8 @@ class TrainingPool(Destination):
         )
 
     def pointer_at(self, path: str) -> Reference | None:
-        """Return what is at ``path``, if it is a pointer that was put there, and leads to one of
-        the places. Raises ``MediumError``."""
+        """Return the pointer at ``path``, if it was written for that path, and refers to one of the
+        places. Raises ``MediumError``."""
         try:
             found = read(path)
         except CorruptionError:
@@ -233,8 +233,8 @@ class TrainingPool(Destination):
         return found
 
     def let_go(self, pointer: Reference) -> None:
-        """Remove the version of a pointer that was removed or replaced, if no other pointer leads
-        there. Opens the pool. Raises as ``open``."""
+        """Remove the version of a pointer that was removed or replaced, if no other pointer refers
+        to it. Opens the pool. Raises as ``open``."""
         where = os.path.dirname(pointer.written_path)
         names: Sequence[str] = ()
         if pointer.files > 1:
@@ -252,7 +252,7 @@ class TrainingPool(Destination):
             let_go_at(pointer.pool_path, tokens)
 
     def retire(self, token: bytes) -> None:
-        """Remove a version, if it is there. The pool is open."""
+        """Remove a version, if it exists. The pool is open."""
         assert self._pool is not None
         self._pool.let_go([token])
 
@@ -263,13 +263,13 @@ class TrainingPool(Destination):
         return None
 
     def note_failure(self, save: Save) -> None:
-        """Put on record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
+        """Record, where ``portus ls`` finds it, that a save failed. Raises nothing."""
         if self._home is not None:
             when = time.strftime("%Y-%m-%d %H:%M:%S %z")
             self._home.note_failure(f"{self.model}@{save.step} at {when}: {save.error}")
 
     def close(self) -> None:
-        """Let go of the pool. A later save opens it again."""
+        """Close the pool. A later save opens it again."""
         with self._guard:
             home, self._home, self._pool = self._home, None, None
             self._before = self._steady = None
@@ -293,14 +293,14 @@ class TrainingPool(Destination):
             try:
                 return home, home.open()
             except BusyError:
-                # Nobody chose this name, so another training with it is no reason to fail.
+                # The user did not choose this name, so a conflict is no reason to fail.
                 if not self._may_be_next or self._number >= _NAMES_MAX:
                     raise
                 self._number += 1
 
     def _newest(self, pool: Pool) -> CommittedImages | None:
-        """The newest version, to share with; None if there is none that can be read. Raises
-        ``UsageError`` for one that changes in place."""
+        """Return the newest version, to share with; None if none can be read. Raises ``UsageError``
+        for one that changes in place."""
         found = pool.catalogue().models.get(self.model)
         if not found:
             return None
@@ -308,7 +308,7 @@ class TrainingPool(Destination):
             record = pool.record(found.versions[-1])
         except PortusError:
             return None
-        # A commit would retire it, with all that its log holds.
+        # A commit would retire it, with all entries of its log.
         if record.log is not None:
             raise UsageError(
                 f"{self.place}: {self.model!r} changes in place, and a checkpoint of that name "
@@ -326,10 +326,9 @@ class TrainingPool(Destination):
 
 
 class PointerDraft(ImageDraft):
-    """A draft with pointers, which get their names once the version is committed. Until then there
-    is at their paths what was there before; so it is for ever if this process dies in between, and
-    the version stays in the pool without a pointer.
-    """
+    """A draft with pointers, which get their names once the version is committed. Until then their
+    paths keep the previous files. If this process dies in between, they keep them for good, and the
+    version stays in the pool without a pointer."""
 
     def __init__(
         self,
@@ -341,7 +340,7 @@ class PointerDraft(ImageDraft):
         paths: Sequence[str],
         request: SaveRequest,
     ) -> None:
-        """files: the draft of the pointers at ``paths``; None if the version is to have none."""
+        """files: the draft of the pointers at ``paths``; None for a version without pointers."""
         super().__init__(draft, pool.model, table, images)
         self._pool: Final = pool
         self._files: Final = files
@@ -365,10 +364,10 @@ class PointerDraft(ImageDraft):
         try:
             self._files.publish()
         except AbandonedError:
-            # A signal handler wrote newer files at the paths, so nothing leads to this version.
+            # A signal handler wrote newer files at the paths, so no pointer refers to this version.
             self._pool.retire(labels.token)
             raise
-        # Only now: until the new pointer has its name, the old one must lead to its version.
+        # Only now: until the new pointer has its name, the old one needs its version.
         for old in {old.token: old for old in replaced}.values():
             self._pool.let_go(old)
         return version

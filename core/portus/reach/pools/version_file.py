@@ -18,19 +18,19 @@ from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.parts import part
 
 _READ_MAX: Final = 16 << 20
-"""Bytes around the storages of a file of a version that are read at once, and kept."""
+"""Bytes around the storages of a file of a version that are read together, and kept."""
 
 
 class VersionFile:
-    """A file of a version, pinned meanwhile, as an ``OpenFile``."""
+    """A file of a pinned version, as an ``OpenFile``."""
 
     number: Final = None
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, file: PackedFile, first: int, around: int
     ) -> None:
-        """first: the storage of the version that is the first one of the file. around: the one
-        with the bytes around its storages."""
+        """first: the storage of the version that is the first one of the file. around: the one with
+        the bytes around its storages."""
         self.medium: Final = reader.medium
         self.size: Final = file.size
         self._record: Final = record
@@ -41,7 +41,7 @@ class VersionFile:
         self._size_around: Final = file.around
         self._extents: Final[dict[int, Sequence[Extent]]] = {}
         self._read: bytes | None = None
-        """What is around the storages, once some of that was read."""
+        """The bytes around the storages, after the first read of some of them."""
 
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
         spans, rows = self._spans, self._record.extents
@@ -56,7 +56,7 @@ class VersionFile:
         return rows["offset"].astype(np.int64)[extent] + inside, length
 
     def announce(self, offset: Column, length: Column) -> None:
-        """Do nothing: a pool is near."""
+        """Do nothing: reads from a pool need no preparation."""
 
     def load(self, offset: int, target: memoryview) -> None:
         for storage, inside, size in self._spans.within(offset, len(target)):
@@ -67,7 +67,8 @@ class VersionFile:
                 self._load(part(self._extents_of(storage), inside, inside + size), piece)
 
     def _literals(self) -> bytes:
-        """What is around the storages: read at once, since a store is asked for each piece."""
+        """Return the bytes around the storages. They are read together, since each read is a
+        request."""
         if self._read is None:
             read = np.empty(self._size_around, np.uint8)
             extents = self._extents_of(self._count)
@@ -94,7 +95,7 @@ class VersionFile:
 
 
 def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
-    """The files of a pinned version; None if it is one of something else. Raises
+    """Return the files of a pinned version; None for a version without files. Raises
     ``CorruptionError``, ``MediumError``."""
     table = decode_table(reader.contents(record))
     if table is None:
@@ -110,8 +111,8 @@ def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
 
 
 def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
-    """Return the files of a version; None if it is one of something else. Raises
-    ``CorruptionError``, ``MediumError``, ``StaleError``."""
+    """Return the files of a version; None for a version without files. Raises ``CorruptionError``,
+    ``MediumError``, ``StaleError``."""
     with reader.pin(entry.info.id) as current:
         return table_of(reader, reader.record(current))
 
@@ -119,7 +120,7 @@ def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
 def file_in(
     reader: PoolReader, record: VersionRecord, files: Sequence[PackedFile], number: int
 ) -> VersionFile:
-    """The file of that number of a pinned version; ``files``: all of it."""
+    """Return one file of a pinned version, by its number; ``files``: all of its files."""
     first = sum(len(each.length) for each in files[:number])
     around = sum(len(each.length) for each in files) + number
     return VersionFile(reader, record, files[number], first, around)
@@ -129,9 +130,9 @@ def file_in(
 def files_opened(
     reader: PoolReader, entry: VersionEntry, name: str | None = None
 ) -> Iterator[dict[str, VersionFile]]:
-    """The files of a version by their names, or the file ``name`` alone; none if it is a version of
-    something else. The version is pinned inside. Raises ``CorruptionError``, also for a file that
-    it lacks, ``MediumError``, ``StaleError``."""
+    """Yield the files of a version by their names, or the file ``name`` alone; none for a version
+    without files. The version is pinned inside. Raises ``CorruptionError``, also for a file that it
+    lacks, ``MediumError``, ``StaleError``."""
     with reader.pin(entry.info.id) as current:
         record = reader.record(current)
         table = table_of(reader, record)

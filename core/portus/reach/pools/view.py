@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 class PoolStep(NamedTuple):
-    """A version and the pool that it is in, as a ``StepSource``."""
+    """A version and its pool, as a ``StepSource``."""
 
     pool: PoolReader
     entry: VersionEntry
@@ -50,8 +50,8 @@ class PoolStep(NamedTuple):
 
 
 def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[PoolStep]:
-    """Return the versions of a model, of one step or of any, in some pools: of each the oldest
-    commit first. Raises ``NoCheckpointError`` if there is none."""
+    """Return the versions of a model, of one step or of any, in some pools: those of each pool with
+    the oldest commit first. Raises ``NoCheckpointError`` if there is none."""
     step = None if step is None else check_step(step)
     catalogues = [(pool, pool.catalogue()) for pool in pools]
     every = [
@@ -73,18 +73,18 @@ def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[Po
 
 
 def _versions(pool: PoolReader, model: str | None) -> list[VersionInfo]:
-    """Return what is committed now, oldest commit first."""
+    """Return the committed versions of a model, or of all, oldest commit first."""
     infos = [entry.info for entry in pool.catalogue().entries()]
     wanted = (info for info in infos if model in (None, info.model))
     return sorted(wanted, key=lambda info: (info.commit, info.id))
 
 
 class PoolView:
-    """What ``portus.open`` gives: all pool files of a directory as one, or one pool file."""
+    """All pool files of a directory as one, or one pool file; ``portus.open`` returns it."""
 
     def __init__(self, pool: PlaceName | None = None) -> None:
-        """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the
-        default one. Raises ``UsageError`` if there is none, and what opening raises."""
+        """pool: a pool file, a pool directory, or the addresses of storage hosts; None: the default
+        one. Raises ``UsageError`` if there is none, and as opening does."""
         with contextlib.ExitStack() as stack:
             self._pools: Final = {
                 each.path: stack.enter_context(contextlib.closing(open_place(each)))
@@ -94,19 +94,19 @@ class PoolView:
 
     @property
     def paths(self) -> list[str]:
-        """The pool files."""
+        """The paths of the pool files."""
         return list(self._pools)
 
     def models(self) -> list[str]:
-        """Names of the models that have a version."""
+        """Return the names of the models that have a version."""
         return sorted({info.model for info in self.versions()})
 
     def versions(self, model: str | None = None) -> list[VersionInfo]:
-        """What is committed now; by file, oldest commit first."""
+        """Return the committed versions of a model, or of all; by file, oldest commit first."""
         return [info for pool in self._pools.values() for info in _versions(pool, model)]
 
     def steps(self, model: str = "default") -> list[int]:
-        """The steps of a model's versions, oldest commit first."""
+        """Return the steps of a model's versions, oldest commit first."""
         return [info.step for info in self.versions(model)]
 
     def load(
@@ -117,11 +117,12 @@ class PoolView:
         *,
         weights_only: bool | None = None,
     ) -> object:
-        """The verified state of a version on the CPU, newest by default; or its matching part.
+        """Return the verified state of a version on the CPU, newest by default; or its matching
+        part.
 
         names: shell patterns of key paths (``"model.*"``). weights_only: as for ``torch.load``.
         Raises ``NoCheckpointError`` if there is no such version, ``CorruptionError`` if none
-        verifies; a newest one that does not verify is passed over with an error in the log.
+        verifies. If the newest does not verify, the one before is loaded, and the log has an error.
         """
         return self._use(
             model, step, lambda found: found.load(names, verify=True, weights_only=weights_only)
@@ -147,20 +148,21 @@ class PoolView:
         return self._use(model, step, lambda found: found.restore_into(state, options))
 
     def verify(self, info: VersionInfo, advance: Callable[[int], None] | None = None) -> int:
-        """Read every byte of a version; how many. Raises ``CorruptionError``, ``StaleError``."""
+        """Read every byte of a version; return their number. Raises ``CorruptionError``,
+        ``StaleError``."""
         for pool, entry in self.entries():
             if entry.info == info:
                 return restore.verify(pool, entry, advance)
         raise StaleError(f"model {info.model!r}, step {info.step} is not in the pool any more")
 
     def entries(self) -> Iterator[tuple[PoolReader, VersionEntry]]:
-        """Every version with the pool that it is in."""
+        """Yield every version with its pool."""
         for pool in self._pools.values():
             for entry in pool.catalogue().entries():
                 yield pool, entry
 
     def close(self) -> None:
-        """Let go of the pools. Loaded states stay."""
+        """Close the pools. Loaded states stay."""
         self._stack.close()
 
     def __enter__(self) -> PoolView:
@@ -178,7 +180,8 @@ class PoolView:
         return use_newest(partial(choose, self._pools_of(model), model, step), use)
 
     def _pools_of(self, model: str) -> list[PoolReader]:
-        """The files that have versions of the model, that with the newest one, by time, last."""
+        """Return the files that have versions of the model; that with the newest one, by time,
+        last."""
         newest = [
             (infos[-1].time_ns, pool)
             for pool in self._pools.values()

@@ -1,6 +1,7 @@
-"""Pickles of states in pools, by the rules of ``torch.load(weights_only=True)``: nothing that they
-name is imported or called but what torch allows, and what makes plain arrays of numpy. Those are
-pickled as dtypes in JSON and bytes: so they are the same for each numpy, and hold no objects."""
+"""Pickles of states in pools, by the rules of ``torch.load(weights_only=True)``: loading imports
+and calls only what torch allows, and the functions here that make plain numpy arrays. Arrays are
+pickled as dtypes in JSON and bytes, so the result is the same for each numpy, and has no
+objects."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ from portus.errors import CorruptionError, UsageError
 from portus.reach.format.arrays import array_over, dtype_node, read_dtype, read_shape
 
 _GLOBALS: Final = re.compile(rb"c([\w.]{1,60}\n[\w.]{1,60})\n")
-"""What may be the name of a class or function in a pickle; text may look like one. Bounded: it is
-looked for in all bytes of arrays."""
+"""Matches what may be the name of a class or function in a pickle; text may look like one. Bounded,
+since the search covers all bytes of arrays."""
 _LONG: Final = re.compile(rb"\x8b...\0", re.DOTALL)
-"""What may be an integer of more than 255 bytes, which torch does not load."""
+"""Matches what may be an integer of more than 255 bytes, which torch does not load."""
 
 
 def array_of(node: object, shape: Sequence[object], fortran: object, data: bytes) -> Any:
-    """The array that was pickled. Raises ``CorruptionError``."""
+    """Return the array that was pickled. Raises ``CorruptionError``."""
     return array_over(read_shape(node, shape, fortran), bytearray(data))
 
 
 def scalar_of(node: object, data: bytes) -> Any:
-    """The number of numpy that was pickled. Raises ``CorruptionError``."""
+    """Return the numpy number that was pickled. Raises ``CorruptionError``."""
     dtype = read_dtype(node)
     if len(data) != dtype.itemsize:
         raise CorruptionError(f"a {dtype} needs {dtype.itemsize} bytes, found {len(data)}")
@@ -40,7 +41,7 @@ def scalar_of(node: object, data: bytes) -> Any:
 
 
 def no_bytes() -> bytes:
-    """What ``b""`` is pickled as a call of."""
+    """Return ``b""``. Its pickle is a call of ``bytes``, for which this function stands."""
     return b""
 
 
@@ -66,8 +67,8 @@ _ALLOWED: Final[set[Any]] = {
 
 
 def _own_unpickler() -> Any:
-    """torch's module once more, for ourselves: what it allows besides is one set for each module,
-    and that of torch is the user's."""
+    """Return a second copy of torch's module: each copy has one set of allowed names, and the set
+    of torch's own belongs to the user."""
     spec = importlib.util.find_spec("torch._weights_only_unpickler")
     assert spec is not None
     assert spec.loader is not None
@@ -80,8 +81,8 @@ _OWN: Final = _own_unpickler()
 
 
 def pickle_for_pool(state: object) -> PickledState:
-    """``state`` as a pool has it. Raises ``UsageError``, with the key path, for what torch refuses,
-    and for arrays of objects."""
+    """Return the pickle of ``state`` for a pool. Raises ``UsageError``, with the key path, for
+    values that torch refuses, and for arrays of objects."""
     try:
         return pickle_state(state, _REDUCERS)
     except UsageError as error:
@@ -89,10 +90,12 @@ def pickle_for_pool(state: object) -> PickledState:
 
 
 def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage]) -> Any:
-    """The state that was pickled; its tensors use the memory of ``storages``, in their order.
+    """Return the state that was pickled; its tensors use the memory of ``storages``, in their
+    order.
 
-    Raises ``UsageError`` for what torch does not allow (``torch.serialization.add_safe_globals``),
-    ``CorruptionError`` for what is no pickle of a state.
+    Raises ``UsageError`` for classes that torch does not allow
+    (``torch.serialization.add_safe_globals``), ``CorruptionError`` for bytes that are not the
+    pickle of a state.
     """
 
     def load_storage(said: Any) -> object:
@@ -121,8 +124,7 @@ def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage])
 
 
 class LoadCheck:
-    """Whether states can be loaded again. Tried once for those that hold objects of the same
-    classes."""
+    """Checks that states can be loaded again; once for those with objects of the same classes."""
 
     def __init__(self) -> None:
         self._known: frozenset[bytes] | None = None
@@ -141,7 +143,8 @@ class LoadCheck:
 
 
 def _place(state: object) -> str:
-    """The key path of the first leaf that alone cannot be saved and loaded again either."""
+    """Return the key path of the first leaf that cannot be saved and loaded again on its own; else
+    ""."""
     for path, value in leaves(state):
         try:
             alone = pickle_state(value, _REDUCERS)
