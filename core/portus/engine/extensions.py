@@ -1,4 +1,4 @@
-"""What the engine calls of the other rings, by name. Each is imported when it is first called.
+"""The names of the other rings that the engine calls. Each is imported when it is first called.
 
 The engine imports neither reach nor companions (docs/architecture.md), so this table is the one
 place where it names them.
@@ -10,13 +10,13 @@ import importlib
 from typing import Any, Final
 
 PLACING: Final = "portus.companions.job.placing:Placing"
-"""Makes a ``CopyChoice`` that chooses by what was measured."""
+"""Makes a ``CopyChoice`` that chooses by measurements."""
 
 USE_POINTER: Final = "portus.reach.pools.resolve:use_pointer"
-"""Gives the file that a pointer leads to, open, to a function."""
+"""Passes the file of a pointer, open, to a function."""
 
 IS_POINTER_GOOD: Final = "portus.reach.pools.resolve:is_pointer_good"
-"""Returns whether a pointer is whole, and not known to lead to nothing."""
+"""Returns whether a pointer is intact and not known to refer to a removed version."""
 
 OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"
 """Recognizes a file that is no zip."""
@@ -28,7 +28,7 @@ STEPS_OF: Final = "portus.reach.pools.place:steps_of"
 """Makes the ``Steps`` of a ``Checkpointer`` at the place that a user names."""
 
 COMPANIONS: Final = "portus.reach.training.companions:companions_of"
-"""Makes what accompanies the saves to a directory: a journal, a mirror."""
+"""Makes the companions of saves to a directory: a journal, a mirror."""
 
 MIRROR_OF: Final = "portus.companions.job.mirroring:mirror_of"
 """Returns the address of the mirror of ``Settings``, if they have one."""
@@ -41,6 +41,6 @@ MIRRORED: Final = "portus.reach.pools.from_mirror:load"
 
 
 def extension(name: str) -> Any:
-    """Return what has one of the names above."""
+    """Return the object with one of the names above."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)

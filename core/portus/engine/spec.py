@@ -29,12 +29,12 @@ class Extent:
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """The first byte after the extent."""
         return self.offset + self.length
 
 
 class TensorKind(enum.Enum):
-    """What a tensor was when it was saved, so that it comes back as the same class."""
+    """The class of a tensor when it was saved, so that it is loaded as the same class."""
 
     TENSOR = "tensor"
     PARAMETER = "parameter"
@@ -42,7 +42,7 @@ class TensorKind(enum.Enum):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """How one tensor looks at its storage.
+    """The layout of one tensor over its storage.
 
     ``name`` is its key path in the state, joined by dots. ``dtype`` is torch's name without the
     ``torch.`` (``"float32"``). ``strides`` and ``offset`` count elements, as torch does;
@@ -65,13 +65,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class VersionInfo:
     """One committed version of a model.
 
-    ``id`` is unique in its pool and grows; ``commit`` is the commit that made it visible, the
-    order that "newest" means (V4); ``step`` is the caller's, and may come twice. ``token`` is 16
-    random bytes by which a pointer names the version. ``size`` is the sum of its
-    storages in bytes, shared ones included. ``time_ns`` is Unix time in nanoseconds.
-    ``inexact``: another process wrote a part of it while that was copied, so it may hold bytes of
-    several moments. ``metrics``: what it was saved with, by name, for ``Keep(best=)``. What a
-    version is does not depend on these two: they are not compared.
+    ``id`` is unique in its pool and grows; ``commit`` is the commit that made it visible, the order
+    that "newest" means (V4); ``step`` is the caller's, and may come twice. ``token`` is 16 random
+    bytes by which a pointer names the version. ``size`` is the sum of its storages in bytes, shared
+    ones included. ``time_ns`` is Unix time in nanoseconds. ``inexact``: another process wrote a
+    part of it while that was copied, so it may hold bytes of several moments. ``metrics``: those it
+    was saved with, by name, for ``Keep(best=)``. These two do not identify a version, so
+    comparisons ignore them.
     """
 
     model: str
@@ -86,9 +86,9 @@ class VersionInfo:
 
 
 def check_step(step: object) -> int:
-    """A step of training, as a user passes one. Raises ``UsageError`` for what is none."""
+    """Return a step of training, as a user passes one. Raise ``UsageError`` if it is not a step."""
     try:
-        number = operator.index(step)  # type: ignore[arg-type]  # that is what is tried
+        number = operator.index(step)  # type: ignore[arg-type]  # fails for what is no integer
     except TypeError as error:
         raise UsageError(f"step: expected an integer, found {step!r:.80}") from error
     if number < 0:

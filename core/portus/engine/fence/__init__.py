@@ -1,1 +1,1 @@
-"""What keeps writers from memory that a save still reads (V7): fence, guards, the snapshot."""
+"""Keeps writers from memory that a save still reads (V7): fence, guards, the snapshot."""

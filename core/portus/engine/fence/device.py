@@ -1,9 +1,9 @@
 """Storages on a CUDA device: fetched through two pinned buffers, a unit at a time.
 
-The copies run on a stream of their own, ordered after everything that the caller had enqueued at
-the call of save. A storage host that reaches the device by itself does so after ``await_device``;
-what is fetched is then only hashed. Host memory: two units (32 MiB), pinned, for each device, kept
-for the process.
+The copies run on a stream of their own, after everything that the caller had enqueued at the call
+of save. A storage host that reaches the device directly does so after ``await_device``; the bytes
+fetched are then only hashed. Host memory: two units (32 MiB), pinned, for each device, kept for the
+process.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class DeviceFeed:
         return OnDevice(storage.device.index, storage.data_ptr(), storage)
 
     def await_device(self) -> None:
-        # Others run meanwhile.
+        # Other threads run meanwhile.
         self._ready.synchronize()
 
     @contextlib.contextmanager
     def units(self) -> Iterator[Iterator[tuple[int, int]]]:
-        """See ``Feed``. Blocks while another storage of the device is fetched."""
+        """Yield the units; see ``Feed``. Blocks while another storage of the device is fetched."""
         ring = _ring(self._storage.device)
         with ring.busy:
             yield self._fetch(ring)
@@ -66,7 +66,7 @@ class DeviceFeed:
         source = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
         source.set_(self._storage)
         units = torch.split(source, UNIT)
-        # For what the caller had enqueued at the call of save, and for nothing later.
+        # For the work enqueued at the call of save, and for no later work.
         ring.stream.wait_event(self._ready)
         self._enqueue(ring, 0, units[0])
         for index, unit in enumerate(units):
@@ -84,13 +84,14 @@ class DeviceFeed:
 
 
 class Timeline(Protocol):
-    """Moments of what steps run on."""
+    """Moments on a device or processor that runs steps."""
 
     def mark(self) -> Any:
-        """The moment when all that was asked for until now is done; None if nobody will tell."""
+        """Return the moment when all work enqueued until now is done; None if it cannot be
+        known."""
 
     def between(self, first: Any, second: Any) -> float | None:
-        """Seconds from one to the next; None while the second has not come."""
+        """Return the seconds from one moment to the next; None while the second has not come."""
 
 
 class DeviceTimeline:
@@ -100,7 +101,7 @@ class DeviceTimeline:
         self._device: Final = device
 
     def mark(self) -> torch.cuda.Event | None:
-        """See ``Timeline``: None while a CUDA graph is captured."""
+        """Return a moment; None while a CUDA graph is captured. See ``Timeline``."""
         if torch.cuda.is_current_stream_capturing():
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -113,27 +114,27 @@ class DeviceTimeline:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """What is to be copied of a device, and what nobody has reserved of it, in bytes."""
+    """Bytes to copy of a device, and bytes of it that are not reserved."""
 
     size: int
     free: int
 
     @property
     def is_enough(self) -> bool:
-        """True if a second copy fits beside what training takes at most."""
+        """True if a second copy fits beside the most that training takes."""
         return self.free > self.size
 
 
 class CopyChoice:
-    """Where storages of a device are copied first: on the device whenever there is room, whatever
-    a save or a copy costs."""
+    """Where storages of a device are copied first: on the device whenever there is room, whatever a
+    save or a copy costs."""
 
     def on_device(self, room: DeviceRoom) -> bool:
         """Return True to copy all of them into spare memory of the device."""
         return room.is_enough
 
     def begins(self, save: Save) -> None:
-        """Note that a save has begun, whose storages were copied as this said."""
+        """Note that a save has begun, whose storages were copied by this choice."""
 
     def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
         """Record when the copy started and when it ended, as marks of ``timeline``."""
@@ -142,10 +143,11 @@ class CopyChoice:
 def feeds_of(
     storages: tuple[torch.UntypedStorage, ...], choice: CopyChoice | None
 ) -> tuple[dict[int, DeviceFeed], set[int]]:
-    """A feed for each storage that is on a device; and which of them are private copies.
+    """Return a feed for each storage that is on a device, and the indices of private copies among
+    them.
 
-    choice: of devices whose storages are copied there first (CheckFreq's snapshot: FAST'21, section
-    4.2), for each anew; None: none. Where memory runs out all the same they are not.
+    choice: chooses the devices whose storages are copied there first (CheckFreq's snapshot:
+    FAST'21, section 4.2), for each anew; None: no device. If memory runs out there is no copy.
 
     Raises ``UsageError`` for devices other than CUDA, and during the capture of a CUDA graph.
     """
@@ -182,7 +184,8 @@ def _ring(device: torch.device) -> _Ring:
 def _clone(
     storages: dict[int, torch.UntypedStorage], device: torch.device, choice: CopyChoice
 ) -> dict[int, torch.UntypedStorage]:
-    """Copies in spare memory of the device; none if it is used up. Nothing waits for them."""
+    """Return copies in spare memory of the device; none if it is used up. Nothing waits for
+    them."""
     timeline = DeviceTimeline(device)
     # No synchronization: marks are read when the device has passed them.
     first = timeline.mark()

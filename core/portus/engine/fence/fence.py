@@ -1,17 +1,17 @@
-"""The fence: nobody writes what a save in flight still has to read (V7).
+"""The fence: no thread writes memory that a save in flight still has to read (V7).
 
-Theory. A save returns while stable storages are still to be copied. Whoever is about to write one
-waits, here, until that copy has ended. Two kinds of writers can be told:
+Theory. A save returns while stable storages are still to be copied. A thread that is about to write
+one waits, here, until that copy has ended. Two kinds of writers can be intercepted:
 
 - an optimizer's step, by torch's global step pre-hook. In Lightning's automatic optimization the
   whole forward and backward run as the *closure* of ``step``, that is, after the hook; waiting in
-  the hook would leave no overlap at all. So the hook wraps the closure, and waits after it has
+  the hook would leave no overlap. So the hook wraps the closure, and waits after it has
   returned. Torch's own optimizers write nothing before that; others wait at once (and after);
 - the functions in ``guards.GUARDED``.
 
 Each waits only for saves that hold storages it writes, so two trainers in one process do not wait
-for each other. A wait that lasts longer than ``timeout_s`` gives the save up: it will never read
-the source again, nor commit. Training goes on.
+for each other. A wait that lasts longer than ``timeout_s`` gives the save up: it never reads the
+source again, nor commits. Training continues.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _log: Final = logging.getLogger("portus")
 
 
 class Listener:
-    """Hears of the steps and the saves of this process, each in its own thread. Each method does
-    nothing where it is not overridden; none may raise or wait."""
+    """Receives the steps and the saves of this process, each in its own thread. Each method does
+    nothing unless it is overridden; none may raise or wait."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step."""
@@ -58,10 +58,10 @@ class Listener:
 
 
 class Fence:
-    """What one ``Checkpointer`` holds up writers with. Safe from any thread.
+    """Holds up writers for one ``Checkpointer``. Safe from any thread.
 
-    timeout_s: the longest that one wait may block a writer. Keep it well under the time-out of
-    the process group: other ranks wait for a rank that waits here.
+    timeout_s: the longest that one wait may block a writer. Keep it well under the time-out of the
+    process group: other ranks wait for a rank that waits here.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -95,8 +95,8 @@ class Fence:
 
     @mark
     def close(self) -> None:
-        """Wait for what is in flight, and let go; the last fence takes the hooks out of torch.
-        A second call does nothing."""
+        """Wait for the saves in flight, and stop guarding; the last fence takes the hooks out of
+        torch. A second call does nothing."""
         with _lock:
             if self._closed:
                 return
@@ -114,14 +114,14 @@ class Fence:
 
     @mark
     def _await_copy(self, save: Save, start: float) -> None:
-        # In a signal handler the copy may be waiting for what the call below holds: no time left.
+        # In a signal handler the copy may wait for a lock of the interrupted call: no time left.
         patience_s = 0.0 if is_nested() else self._timeout_s
         remaining = patience_s - (time.perf_counter() - start)
         try:
             save.release(max(0.0, remaining))
         except Exception:
-            # A writer of the user's program is waiting in our hook: a fault of ours must not end
-            # its training (V8). The audit and the handle are left to tell.
+            # A writer of the user's program waits in our hook, and a fault of ours must not end its
+            # training (V8). The audit and the handle still report it.
             _log.exception(
                 "portus: waiting for a save failed; this is a bug in portus: please report it"
             )
@@ -142,13 +142,14 @@ class Fence:
 
 
 def steps_seen() -> int:
-    """How often any optimizer of this process stepped while a fence or a listener was there."""
+    """Return the number of steps of all optimizers that this process saw, with a fence or a
+    listener."""
     return _steps
 
 
 @mark
 def listen(listener: Listener) -> None:
-    """Tell ``listener`` from now on."""
+    """Call ``listener`` for each step and save from now on."""
     global _listeners, _hook_after
     with _lock:
         _listeners = (*_listeners, listener)
@@ -159,7 +160,7 @@ def listen(listener: Listener) -> None:
 
 @mark
 def unlisten(listener: Listener) -> None:
-    """Tell it no more."""
+    """Stop calling ``listener``."""
     global _listeners, _hook_after
     with _lock:
         _listeners = tuple(other for other in _listeners if other is not listener)
@@ -177,7 +178,7 @@ def began(save: Save, medium: str) -> None:
 
 def before_write(storages: Collection[int] | None = None) -> float:
     """Wait for every save of this process that still reads one of these storages (data pointers;
-    None: any storage). To be called before parameters are written by hand.
+    None: any storage). Call it before parameters are written by hand.
 
     Returns the seconds it blocked. Never raises.
     """
@@ -185,15 +186,15 @@ def before_write(storages: Collection[int] | None = None) -> float:
 
 
 def _may_write(optimizer: Optimizer, save: Save) -> bool:
-    """True also if it cannot be told: waiting costs time, not waiting costs the version."""
+    """Return True also in doubt: waiting costs time, not waiting costs the version."""
     try:
         return writers.owns(optimizer, save.storages)
     except (RuntimeError, NotImplementedError, AttributeError, KeyError, TypeError):
         return True
 
 
-# What is installed in torch, and for whom. _fences is replaced, never changed, so that readers
-# need no lock; _in_flight is what the hooks look at first.
+# The hooks installed in torch, and their users. _fences is replaced, never changed, so that readers
+# need no lock; the hooks check _in_flight first.
 
 _lock = threading.RLock()
 _fences: tuple[Fence, ...] = ()
@@ -243,8 +244,8 @@ def _count_saves() -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked child has none of the threads that copy: waiting there would last for ever, and
-    its memory is its own."""
+    """Drop all saves in a forked child. It has none of the threads that copy, so a wait would never
+    end; and its memory is its own."""
     global _lock
     _lock = threading.RLock()
     for fence in _fences:
@@ -326,14 +327,14 @@ def _wait_for(optimizer: Optimizer) -> None:
 
 
 class _Guards:
-    """The patched functions. ``_lock`` is held around it."""
+    """The patched functions. The caller of each method holds ``_lock``."""
 
     def __init__(self) -> None:
         self._missing: list[GuardedFunction] = list(GUARDED)
         self._patches: list[_Patch] = []
 
     def put_on(self) -> None:
-        """Patch what is loaded by now. Calling it again costs microseconds."""
+        """Patch the functions that are loaded by now. Calling it again costs microseconds."""
         missing = []
         for guarded in self._missing:
             patch = _patch(guarded)
@@ -344,8 +345,8 @@ class _Guards:
         self._missing = missing
 
     def take_off(self) -> None:
-        """Put every function back. What somebody else has patched since is left to them; our
-        part of it only passes calls on."""
+        """Restore every function. One that other code has patched since stays as it is; our wrapper
+        within it only passes calls on."""
         for patch in self._patches:
             patch.undo()
         self._patches = []
@@ -361,7 +362,7 @@ class _Patch:
     inherited: bool
 
     def undo(self) -> None:
-        # Somebody patched it since, over ours: to restore it would remove theirs.
+        # Other code patched it since, over ours: restoring it would remove that.
         if vars(self.owner).get(self.name) is not self.ours:
             return
         # If it were set, the class would no longer see a change of its base.
@@ -372,7 +373,7 @@ class _Patch:
 
 
 def _patch(guarded: GuardedFunction) -> _Patch | None:
-    """Put the guard in place; None if the function is not loaded, or not in this version."""
+    """Install the guard; return None if the function is not loaded, or not in this version."""
     module_name, _, path = guarded.place.partition(":")
     owner: object = sys.modules.get(module_name)
     *outer, name = path.split(".")

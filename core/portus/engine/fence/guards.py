@@ -1,9 +1,8 @@
-"""The functions of torch and Lightning that write parameters and are no optimizer's step.
+"""The functions of torch and Lightning that write parameters outside of an optimizer's step.
 
 While any fence is open, each of them waits, before it writes, for the saves in flight that still
-read what it is about to write. One table, by name, so that nothing is imported for it: a module
-that is loaded later is found at the next save. When the last fence closes, every function is what
-it was.
+read the memory. The table has names, so that it imports nothing: the next save finds a module that
+was loaded later. When the last fence closes, every function is restored.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ Arguments = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class GuardedFunction:
-    """A function that writes. ``place`` is ``module:name`` or ``module:class.name``; ``written``
-    says, from its positional arguments, which storages (data pointers) it writes; None: any."""
+    """A function that writes. ``place`` is ``module:name`` or ``module:class.name``. ``written``
+    returns, from its positional arguments, the storages (data pointers) that it writes; None:
+    any."""
 
     place: str
     written: Callable[[Arguments], Collection[int] | None]

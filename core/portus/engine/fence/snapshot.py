@@ -1,4 +1,4 @@
-"""What of a state is copied at once, and what late."""
+"""The choice of what a save copies at once, and what late."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from portus.engine.state.contents import JoinedStorages
 
 
 class SnapshotMode(str, enum.Enum):
-    """When a state is copied. AUTO: what the fence guards is copied late, the rest at once; device
-    memory is copied on the device first where that stalls training less. SYNC: all at once. DEVICE:
-    as AUTO, but device memory is copied on the device first wherever it fits."""
+    """When a state is copied. AUTO: storages that the fence guards late, the others at once; device
+    memory is first copied on the device where that stalls training less. SYNC: all at once. DEVICE:
+    as AUTO, but device memory is first copied on the device wherever it fits."""
 
     AUTO = "auto"
     SYNC = "sync"
@@ -32,7 +32,7 @@ class SnapshotMode(str, enum.Enum):
 
 
 class Suspects:
-    """Storages that were torn, by their data pointers: they are copied at once for 1, 2, 4... saves
+    """Storages that were torn, by their data pointers. They are copied at once for 1, 2, 4... saves
     and then late again, so that one writer does not end overlap for good (V7). Thread-safe."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Suspects:
         self._until: Final[dict[int, int]] = {}
 
     def accuse(self, addresses: Collection[int]) -> None:
-        """Have these, which were torn, copied at once for twice as many saves as the last time."""
+        """Copy these torn storages at once for twice as many saves as the last time."""
         with self._lock:
             for address in addresses:
                 # Not for good: one swap by hand must not end overlap for the whole run
@@ -58,8 +58,8 @@ class Suspects:
 
 
 class CopyPlanner:
-    """Decides for the saves of one run what is copied late, and where memory of devices is copied
-    first. For one thread at a time, but for ``accuse``."""
+    """Decides for the saves of one run which storages are copied late, and where memory of devices
+    is copied first. For one thread at a time, except ``accuse``."""
 
     def __init__(self, mode: SnapshotMode) -> None:
         self._mode: Final = mode
@@ -68,8 +68,8 @@ class CopyPlanner:
         self._steps_at_last = -1
 
     def plan(self, joined: JoinedStorages, fenced: Sequence[torch.Tensor]) -> CopyOrder:
-        """Return the order for the storages of a save. fenced: tensors that nobody writes before
-        the caller waited for the fence."""
+        """Return the order for the storages of a save. fenced: tensors that their writer changes
+        only after a wait for the fence."""
         is_late = self._mode is not SnapshotMode.SYNC
         feeds: dict[int, DeviceFeed] = {}
         copies: set[int] = set()
@@ -87,12 +87,12 @@ class CopyPlanner:
         return before != self._steps_at_last
 
     def begins(self, save: Save) -> None:
-        """Note that a save has begun, whose order this gave."""
+        """Note that a save has begun, whose order this planner made."""
         if self._placing is not None:
             self._placing.begins(save)
 
     def accuse(self, addresses: Collection[int]) -> None:
-        """Have storages, which were torn, copied at once for some saves."""
+        """Copy torn storages at once for some saves."""
         self._suspects.accuse(addresses)
 
     def _choice(self) -> CopyChoice:
@@ -104,7 +104,7 @@ class CopyPlanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrder:
-    """What of some storages is copied late, and what at once: columns of ``Snapshot``."""
+    """Which storages are copied late, and which at once: columns of ``Snapshot``."""
 
     feeds: Mapping[int, Feed]
     address: Column
@@ -121,9 +121,9 @@ def copy_order(
     suspects: frozenset[int] | None,
     fenced: frozenset[int] = frozenset(),
 ) -> CopyOrder:
-    """The order for ``storages``. owned, feeds: indices of those that are private copies, or are
-    fed. suspects: data pointers that are not copied late; None: nothing is. fenced: those that
-    nobody writes before the caller waited for the fence."""
+    """Return the order for ``storages``. owned, feeds: indices of those that are private copies, or
+    are fed. suspects: data pointers that are not copied late; None: copy nothing late. fenced:
+    those that their writer changes only after a wait for the fence."""
     late = np.zeros(len(storages), np.bool_)
     pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
     if suspects is not None:
@@ -138,7 +138,7 @@ def copy_order(
     exposed = write_watch.exposure(address, length)
     late = late & ~exposed
     guarded = late.copy()
-    guarded[list(owned)] = False  # private copies: nobody else can write them
+    guarded[list(owned)] = False  # private copies: no other code can write them
     return CopyOrder(
         feeds=feeds,
         address=address,

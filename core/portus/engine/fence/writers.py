@@ -1,15 +1,15 @@
 """The writers that can change a tensor, and whether a storage may be copied late (V7).
 
-Theory. A storage is *stable* when the only thing expected to write it is the step of an optimizer
-whose steps pass our hook: then the fence keeps the step back until the copy has ended. All others
-are *volatile* and are copied before save returns. So a storage is stable only if all of this holds:
+Theory. A storage is *stable* when the only expected writer is the step of an optimizer whose steps
+pass our hook: then the fence keeps the step back until the copy has ended. All others are
+*volatile* and are copied before save returns. So a storage is stable only if all of this holds:
 
 1. it is the memory of a parameter in the groups of a live optimizer that our hook has seen
    stepping, or of a tensor in that optimizer's state;
 2. the parameter requires a gradient, and it was trained: it has optimizer state, or a gradient
    (an optimizer that keeps no state, or one that keeps all of it at its first parameter);
-3. those tensors fill the storage: nobody else's bytes live in it (a view of them may);
-4. the optimizer writes in ``step`` only. Torch's own do. A class from elsewhere is believed if it
+3. those tensors fill the storage: no other tensor has bytes in it (a view of them may);
+4. the optimizer writes in ``step`` only. Torch's own do. A class from elsewhere is trusted if it
    adds no public method (schedule-free ``train`` and ``eval``, SAM's ``first_step``, Lookahead's
    ``sync``, swaps of averaged weights: all of them write parameters outside of ``step``);
 5. its step is not recorded into a CUDA graph (a replay calls no hook), nor done by DDP;
@@ -17,10 +17,10 @@ are *volatile* and are copied before save returns. So a storage is stable only i
    the last saves.
 
 All of this takes a walk over the objects of the process, 30 to 100 ms for each training. A state
-that is copied in less than a millisecond is volatile as it is: ``SMALL``.
+that is copied in less than a millisecond is all volatile: ``SMALL``.
 
-What nobody can know (``p.data.clamp_()`` in a callback) is left to the audit. ``docs/writers.md``
-lists every writer, what guards it, and the test.
+Writes that cannot be known (``p.data.clamp_()`` in a callback) are left to the audit.
+``docs/writers.md`` lists every writer, its guard, and the test.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from torch.optim.optimizer import Optimizer
 
 
 class Stability(enum.IntEnum):
-    """When the bytes of a storage may change. Its numbers are those in ``classify``'s answer."""
+    """When the bytes of a storage may change. The numbers are those in ``classify``'s answer."""
 
     VOLATILE = 0
-    """At any moment after save returns, so it is copied before."""
+    """At any moment after save returns, so save copies it before."""
     STABLE = 1
-    """Not before a writer that waits for the fence."""
+    """Only by a writer that waits for the fence."""
 
 
 SMALL: int = 4 << 20
-"""Bytes of a state up to which nobody asks who writes it: it is copied before save returns."""
+"""Bytes of a state up to which its writers are not searched for: save copies it before it
+returns."""
 
 
 def classify(
@@ -53,15 +54,16 @@ def classify(
     owned: Collection[int] = (),
     guilty: Collection[int] = (),
 ) -> bytearray:
-    """One ``Stability`` per storage, in order. Nothing is copied or read; blocks for milliseconds.
+    """Return one ``Stability`` per storage, in order. Copies and reads nothing; blocks for
+    milliseconds.
 
-    storages: those of a state, distinct. owned: indices of those that nobody else refers to
-    (private copies): always stable. guilty: data pointers of storages that an audit found
-    torn: not stable.
+    storages: those of a state, distinct. owned: indices of private copies, which no other code
+    refers to: always stable. guilty: data pointers of storages that an audit found torn: not
+    stable.
 
     The first call after the trained parameters changed walks the objects of the process for modules
-    and optimizers that write parameters by other ways. A state of ``SMALL`` bytes is not worth
-    that: all of it is volatile, but for ``owned``.
+    and optimizers that write parameters in other ways. A state of ``SMALL`` bytes is not worth
+    that: all of it is volatile, except ``owned``.
     """
     cover = _Cover(storages)
     if cover.size > SMALL:
@@ -73,7 +75,7 @@ def classify(
 
 
 def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
-    """Tell the cover which tensors are stable, and which storages are not."""
+    """Add the stable tensors to the cover, and bar the storages that are not stable."""
     live = live_optimizers()
     trusted = [optimizer for optimizer in live if _is_trusted(optimizer)]
     trained = [parameter for optimizer in trusted for parameter in _parameters(optimizer)]
@@ -93,8 +95,8 @@ def _find_stable(cover: _Cover, guilty: Collection[int]) -> None:
 
 
 def pointer(tensor: torch.Tensor) -> int:
-    """The data pointer of the tensor's storage; 0 if it has no memory of its own (meta, empty,
-    wrapper subclasses)."""
+    """Return the data pointer of the tensor's storage; 0 if it has no memory of its own (meta,
+    empty, wrapper subclasses)."""
     try:
         return local(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # torch's words for "has no storage"
@@ -102,7 +104,7 @@ def pointer(tensor: torch.Tensor) -> int:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a ``DTensor`` that is in this process; any other tensor itself."""
+    """Return the shard of a ``DTensor`` that is in this process; any other tensor itself."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor
     shard = getattr(tensor, "_local_tensor", None)
@@ -118,7 +120,8 @@ _recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def learn(optimizer: Optimizer) -> None:
-    """The hook saw this optimizer step. Any thread; well under a microsecond the next times."""
+    """Note that the hook saw an optimizer step. Any thread; later calls take well under a
+    microsecond."""
     key = id(optimizer)
     if key not in _known:
         _known[key] = weakref.ref(optimizer, lambda _: _known.pop(key, None))
@@ -127,23 +130,23 @@ def learn(optimizer: Optimizer) -> None:
 
 
 def forget() -> None:
-    """Forget every optimizer: the hook is gone, so their steps are not seen any more."""
+    """Forget every optimizer: the hook is gone, so it no longer sees their steps."""
     _known.clear()
 
 
 def live_optimizers() -> list[Optimizer]:
-    """The live optimizers whose steps pass the hook, in the order they were first seen."""
+    """Return the live optimizers whose steps pass the hook, in the order of their first step."""
     return [optimizer for ref in list(_known.values()) if (optimizer := ref()) is not None]
 
 
 def owns(optimizer: Optimizer, storages: Collection[int]) -> bool:
-    """True if a parameter or a state tensor of ``optimizer`` lives in one of these storages
+    """Return True if a parameter or a state tensor of ``optimizer`` is in one of these storages
     (data pointers). Ends at the first one found."""
     return any(pointer(tensor) in storages for tensor in _tensors_written_by(optimizer))
 
 
 def with_kin(storages: frozenset[int]) -> frozenset[int]:
-    """Storages (data pointers), and all of each optimizer that has one of them."""
+    """Return storages (data pointers), and all of each optimizer that has one of them."""
     if not storages:
         return storages
     every = ({pointer(each) for each in _tensors_written_by(known)} for known in live_optimizers())
@@ -151,11 +154,11 @@ def with_kin(storages: frozenset[int]) -> frozenset[int]:
 
 
 def updates_after_closure(optimizer: Optimizer) -> bool:
-    """True if its step changes nothing before its closure has returned.
+    """Return True if the step of an optimizer changes nothing before its closure has returned.
 
-    True of every optimizer in ``torch.optim`` (a test steps each of them). Lightning passes
-    forward and backward as the closure, so this is where they overlap with the copy. Another
-    pre-hook of this optimizer could write first, so with one it is False.
+    True of every optimizer in ``torch.optim`` (a test steps each of them). Lightning passes forward
+    and backward as the closure, so this is where they overlap with the copy. Another pre-hook of
+    this optimizer could write first, so with one it is False.
     """
     # torch calls these after the global hooks, ours among them, and before the closure.
     if optimizer.__dict__.get("_optimizer_step_pre_hooks"):
@@ -182,7 +185,7 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(state: object) -> list[torch.Tensor]:
-    """The tensors in the state of one parameter: a dict, with lists in it for LBFGS."""
+    """Return the tensors in the state of one parameter: a dict, with lists in it for LBFGS."""
     if isinstance(state, torch.Tensor):
         return [state]
     if not isinstance(state, (dict, list, tuple)):
@@ -200,14 +203,14 @@ def _tensors_in(state: object) -> list[torch.Tensor]:
 
 
 _USUAL: Final = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
-"""Public methods that any optimizer may bring along. Not ``load_state_dict``: some classes from
-elsewhere copy into their parameters there."""
+"""Public methods that any optimizer may have. Not ``load_state_dict``: some classes from elsewhere
+copy into their parameters there."""
 
 _only_step: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def writes_only_in_step(cls: type[Optimizer]) -> bool:
-    """True if, by its methods, an optimizer of this class writes nowhere but in ``step``."""
+    """Return True if, by its methods, an optimizer of this class writes only in ``step``."""
     found = _only_step.get(cls)
     if found is None:
         found = _only_step[cls] = not any(_own_methods(base) - _USUAL for base in cls.__mro__)
@@ -215,7 +218,7 @@ def writes_only_in_step(cls: type[Optimizer]) -> bool:
 
 
 def _own_methods(base: type) -> set[str]:
-    """Names of the public methods that a class from outside torch adds."""
+    """Return the names of the public methods that a class from outside torch adds."""
     if base.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
         return set()
     return {
@@ -229,7 +232,7 @@ def _own_methods(base: type) -> set[str]:
 def _is_trusted(optimizer: Optimizer) -> bool:
     cls = type(optimizer)
     return (
-        getattr(cls.step, "hooked", False)  # else torch calls no hook, ours neither
+        getattr(cls.step, "hooked", False)  # otherwise torch calls no hook, also not ours
         and writes_only_in_step(cls)
         and optimizer not in _recorded
         and not optimizer.__dict__.get("_overlap_with_ddp", False)
@@ -237,7 +240,7 @@ def _is_trusted(optimizer: Optimizer) -> bool:
 
 
 def _tensors_changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The tensors that the next step of a trusted optimizer changes, and its states."""
+    """Return the tensors that the next step of a trusted optimizer changes, and its states."""
     states = optimizer.state
     changed: list[torch.Tensor] = []
     for group in optimizer.param_groups:
@@ -253,7 +256,7 @@ def _tensors_changed_by(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 class _Cover:
-    """The storages of a state, and which of them are filled by the tensors that were added."""
+    """The storages of a state, and how far the added tensors fill them."""
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
         addresses = [storage.data_ptr() for storage in storages]
@@ -295,7 +298,7 @@ class _Cover:
             self._barred.add(index)
 
     def flags(self) -> bytearray:
-        """The answer. Call it once."""
+        """Return the answer. Call it once."""
         for index, parts in self._parts.items():
             if _union_size(parts) >= self._room[index]:
                 self._flags[index] = Stability.STABLE
@@ -305,7 +308,7 @@ class _Cover:
 
 
 def _union_size(parts: dict[int, int]) -> int:
-    """Bytes under the union of runs, address -> size."""
+    """Return the bytes under the union of runs, address -> size."""
     total = end = 0
     for address, size in sorted(parts.items()):
         total += max(0, address + size - max(address, end))
@@ -313,14 +316,14 @@ def _union_size(parts: dict[int, int]) -> int:
     return total
 
 
-# What else there is in this process.
+# Other objects of this process.
 
 
 class _Surroundings:
-    """Modules and optimizers, alive somewhere, that may write parameters by ways of their own.
+    """Live modules and optimizers that may write parameters in ways of their own.
 
-    ``of``: the identities of the parameters it was made for. The objects that a frozen garbage
-    collector (``gc.freeze``) hides are not found.
+    ``of``: the identities of the parameters it was made for. Objects hidden by a frozen garbage
+    collector (``gc.freeze``) are not found.
     """
 
     def __init__(self, of: list[int]) -> None:
@@ -338,7 +341,8 @@ class _Surroundings:
                 self._modules.append(weakref.ref(thing))
 
     def renormalised_weights(self) -> Iterator[torch.Tensor]:
-        """Weights that a forward renormalises: now, for ``max_norm`` may be set at any time."""
+        """Yield the weights that a forward renormalises: now, for ``max_norm`` may be set at any
+        time."""
         for ref in self._modules:
             module = ref()
             if module is not None and module.__dict__.get("max_norm") is not None:
@@ -350,7 +354,7 @@ class _Surroundings:
 
 
 def _family(cls: type) -> set[type]:
-    """The class and all that were ever derived from it."""
+    """Return the class and all classes that were ever derived from it."""
     found, left = {cls}, [cls]
     while left:
         new: set[type] = set(type.__subclasses__(left.pop())) - found
@@ -360,7 +364,8 @@ def _family(cls: type) -> set[type]:
 
 
 def _is_suspect(optimizer: Optimizer) -> bool:
-    """Wrappers that only pass calls on (Lightning's, Accelerate's) hold no groups of their own."""
+    """Return True for an optimizer that may write outside of ``step``. Wrappers that only pass
+    calls on (Lightning's, Accelerate's) hold no groups of their own."""
     return "param_groups" in optimizer.__dict__ and not writes_only_in_step(type(optimizer))
 
 

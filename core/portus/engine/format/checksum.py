@@ -18,22 +18,23 @@ DIGEST_SIZE: Final = 16
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """xxh3_128 of ``data`` with seed 0, 16 bytes, most significant first."""
+    """Return the xxh3_128 of ``data`` with seed 0, 16 bytes, most significant first."""
     return xxhash.xxh3_128_digest(data)
 
 
 def unit_count(length: int) -> int:
-    """Units of a storage of ``length`` bytes. An empty storage has one, the digest of nothing."""
+    """Return the units of a storage of ``length`` bytes. An empty storage has one, the digest of no
+    bytes."""
     return max(1, -(-length // UNIT))
 
 
 def unit_counts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """``unit_count`` of each of these lengths."""
+    """Return ``unit_count`` of each of these lengths."""
     counts: NDArray[np.int64] = np.maximum(1, -(-lengths // UNIT))
     return counts
 
 
 def storage_digest(units: Sequence[bytes]) -> bytes:
-    """The checksum of a storage from those of its units, in order (at least one)."""
+    """Return the checksum of a storage from those of its units, in order (at least one)."""
     assert units
     return units[0] if len(units) == 1 else digest(b"".join(units))

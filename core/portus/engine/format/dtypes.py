@@ -1,4 +1,4 @@
-"""How many bytes an element of each dtype takes, by torch's name for it."""
+"""The bytes of an element of each dtype, by torch's name for it."""
 
 from __future__ import annotations
 

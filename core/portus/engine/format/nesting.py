@@ -1,8 +1,8 @@
-"""How deep JSON may be nested, asked before it is decoded.
+"""A limit for the nesting of JSON, checked before it is decoded.
 
 Decoders recurse. Memory that is collected at the interpreter's limit of recursion runs finalizers
-that fail there, and Python only prints that they did. So whoever sends `[[[[...` could have a
-process lose what such a finalizer was to release.
+that fail there, and Python only prints that they did. So a sender of `[[[[...` could keep such a
+finalizer from releasing its resources.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OTHERS: Final = bytes(sorted({*range(256)} - {*b"[]{}"}))
 
 def refuse_deep(data: bytes | memoryview) -> None:
     """Raise ``ValueError`` if ``data`` has containers nested deeper than ``DEPTH_MAX``, or more
-    than so many that are not closed. Other bytes that are no JSON are the decoder's to refuse."""
+    than that many unclosed ones. The decoder refuses other bytes that are no JSON."""
     data = bytes(data)
     if data.count(b"[") + data.count(b"{") <= DEPTH_MAX:
         return

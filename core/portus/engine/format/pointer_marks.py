@@ -1,4 +1,5 @@
-"""The marks of a pointer. All else of it is in ``portus.reach.format.reference``."""
+"""The marks of a pointer. Everything else about pointers is in
+``portus.reach.format.reference``."""
 
 from __future__ import annotations
 
@@ -6,14 +7,14 @@ from typing import Final
 
 GLOBAL_MODULE: Final = "portus"
 GLOBAL_NAME: Final = "this_is_a_pointer_run_portus_export"
-"""What torch calls with the string in a pointer; the name is what a machine without Portus prints.
-"""
+"""The function that torch calls with the string in a pointer. A machine without Portus prints
+it."""
 
 POINTER_MAX: Final = 128 << 10
 """Bytes. A longer file is no pointer."""
 
 HEAD_SIZE: Final = 256
-"""Bytes; a pointer is longer, and says within them that it is one."""
+"""Bytes in which a pointer has its mark; it is longer than that."""
 
 HEAD_MARK: Final = f"c{GLOBAL_MODULE}\n{GLOBAL_NAME}\n".encode()
 
@@ -30,11 +31,11 @@ _TAIL_MARK: Final = README[:64]
 
 
 def may_begin(head: bytes) -> bool:
-    """False if ``head``, ``HEAD_SIZE`` bytes, is not how a pointer begins."""
+    """Return False if no pointer begins with ``head``, which has ``HEAD_SIZE`` bytes."""
     return HEAD_MARK in head
 
 
 def is_pointer(data: bytes) -> bool:
-    """Return whether ``data``, all bytes of a file, has a mark of a pointer, which may be damaged
-    all the same."""
+    """Return whether ``data``, all bytes of a file, has a mark of a pointer, which may be
+    damaged."""
     return len(data) <= POINTER_MAX and (may_begin(data[:HEAD_SIZE]) or _TAIL_MARK in data)

@@ -48,17 +48,18 @@ class Record:
         assert self._struct.size == size, f"{name}: {self._struct.size} bytes, not {size}"
 
     def pack(self, **values: Value) -> bytes:
-        """The bytes; fields not given are zero."""
+        """Return the bytes; fields not given are zero."""
         row = self._blank | values
         assert len(row) == len(self._blank), f"{self.name} has no {row.keys() - self._names}"
         return self._struct.pack(*row.values())
 
     def row(self, *values: Value) -> bytes:
-        """The bytes of all fields, given in their order: several times as fast as ``pack``."""
+        """Return the bytes of all fields, given in their order: several times as fast as
+        ``pack``."""
         return self._struct.pack(*values)
 
     def unpack(self, data: bytes | memoryview, offset: int = 0) -> dict[str, Value]:
-        """Field by name. Raises ``CorruptionError`` when ``data`` is too short."""
+        """Return the fields by name. Raise ``CorruptionError`` when ``data`` is too short."""
         if len(data) - offset < self.size:
             raise CorruptionError(
                 f"{self.name} at byte {offset}: expected {self.size} bytes, found "
@@ -68,13 +69,13 @@ class Record:
 
     @cached_property
     def dtype(self) -> np.dtype[np.void]:
-        """The fields as a dtype, for arrays of this record."""
+        """Return the fields as a dtype, for arrays of this record."""
         return np.dtype(
             [(field.name, _NUMPY.get(field.code) or f"V{field.size}") for field in self.fields]
         )
 
     def array(self, data: bytes | memoryview, offset: int, count: int) -> npt.NDArray[np.void]:
-        """``count`` records from ``offset``, a read-only view of ``data``.
+        """Return ``count`` records from ``offset``, a read-only view of ``data``.
 
         Raises ``CorruptionError`` when ``data`` is too short for them.
         """
@@ -86,7 +87,7 @@ class Record:
         return np.frombuffer(data, self.dtype, count, offset)
 
     def table(self) -> str:
-        """The table of the document, in Markdown."""
+        """Return the table of the document, in Markdown."""
         rows, offset = [], 0
         for field in self.fields:
             rows.append(f"| {offset} | {field.size} | {field.name} | {field.meaning} |")

@@ -1,1 +1,1 @@
-"""The settings of a run, and what it is told about its saves."""
+"""The settings of a run, and the reports of its saves."""

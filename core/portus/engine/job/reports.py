@@ -1,4 +1,4 @@
-"""What a training hears of its saves: each failure once, as ``on_error`` says."""
+"""Reports of saves to their training: each failure once, in the way that ``on_error`` chooses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log: Final = logging.getLogger("portus")
 
 
 class Reports:
-    """Failures are noted by any thread, and told to who calls next.
+    """Failures, noted by any thread, and reported to the next caller.
 
-    Until a first save is committed a failure is raised, whatever ``on_error`` says: a run that
-    saves nothing must not look like one that did. Commits of earlier runs do not count: a run that
+    Until a first save is committed a failure is raised, whatever ``on_error`` is: a run that saves
+    nothing must not look like one that did. Commits of earlier runs do not count: a run that
     resumes on a full disk would train to its end for nothing.
     """
 
@@ -51,12 +51,13 @@ class Reports:
         self._commits += 1
 
     def note_failure(self, save: Save | RefusedSave) -> None:
-        """Note a failed save, to be reported unless whoever holds its handle hears of it first."""
+        """Note a failed save, to be reported unless its handle reports it first."""
         self._failed.append(save)
 
     def tell(self, *, is_save: bool = False) -> None:
-        """Tell of failed saves that nobody heard of, each once: the first of them, if it is raised;
-        the next call has the next one. Called by who saves (``is_save``), waits or closes."""
+        """Report failed saves that were not reported yet, each once. If the first of them is
+        raised, the next call reports the next one. Called by saves (``is_save``), waits and
+        ``close``."""
         with contextlib.suppress(IndexError):
             while True:  # ends: there are no more; the worker may add one at any time
                 save = self._failed.popleft()

@@ -1,4 +1,4 @@
-"""How a run saves and loads: declared once, for every way to save.
+"""The settings of saves and loads: declared once, for every way to save.
 
 A setting is one declaration: name, type, default, and the sentence below it. Its type says which
 values are allowed.
@@ -20,7 +20,7 @@ OnError = Literal["warn", "raise"]
 
 
 UNMIRRORED: Final = "none"
-"""What says that a run has no mirror, whatever the environment says."""
+"""The value for a run without a mirror, whatever the environment says."""
 
 
 def _is_mirror(value: object) -> bool:

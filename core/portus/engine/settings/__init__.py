@@ -1,1 +1,1 @@
-"""Values that a user gives: which are allowed, and what they mean."""
+"""Values that a user gives: their limits and their meaning."""

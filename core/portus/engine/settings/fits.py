@@ -33,8 +33,8 @@ Count = Annotated[int, Fits("a number, 0 or more", lambda value: type(value) is 
 
 
 def refuse_misfits(declared: Any, values: Mapping[str, object]) -> None:
-    """Raise ``UsageError`` for the first of ``values``, by name, that does not fit the type that it
-    has in ``declared``: a class with fields, or a function with arguments."""
+    """Raise ``UsageError`` for the first of ``values``, by name, that does not fit its type in
+    ``declared``: a class with fields, or a function with arguments."""
     for name, fits in _limits(declared).items():
         if name in values and not fits.check(values[name]):
             raise UsageError(f"{name}: expected {fits.expected}, found {values[name]!r}")
@@ -42,7 +42,7 @@ def refuse_misfits(declared: Any, values: Mapping[str, object]) -> None:
 
 @functools.cache
 def _limits(declared: Any) -> Mapping[str, Fits]:
-    """The conditions that the types in a declaration impose, by name."""
+    """Return the conditions that the types in a declaration impose, by name."""
     hints = typing.get_type_hints(declared, include_extras=True)
     limits = {name: _limit(kind) for name, kind in hints.items()}
     return {name: limit for name, limit in limits.items() if limit is not None}

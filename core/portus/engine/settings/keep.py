@@ -1,9 +1,10 @@
-"""``Keep``: which versions of a model stay. One value, for pools and for their mirrors.
+"""``Keep``: the rule for which versions of a model stay. One value, for pools and for their
+mirrors.
 
 A value, because no YAML, command line, storage host or mirror can carry a function of the user. It
-decides from the step, the time and the metrics of each version alone. Versions that files and
-pins hold stay in addition. It never wants a version that it let go of earlier, whatever versions
-are added, so each commit can ask it about the versions that exist then.
+decides from the step, the time and the metrics of each version alone. Versions that files and pins
+hold stay in addition. A version that the rule has dropped stays dropped, whatever versions are
+added, so each commit can apply it to the versions that exist then.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 
 METRICS_MAX: Final = 64
-"""Metrics of one version, at most."""
+"""The most metrics of one version."""
 
 _NAME_MAX: Final = 200
 _WITHIN_MAX_S: Final = 1e12
-"""Longer ago is always: nobody saved anything before."""
+"""A longer time means always: no version is older."""
 
 _MODES: Final = ("min", "max")
 
@@ -62,8 +63,8 @@ class Keep:
 
     @classmethod
     def of(cls, value: object) -> Keep | None:
-        """A ``Keep`` from what a user passes: a number (of newest versions), a ``Keep``, or a
-        mapping of its fields, as in YAML. None keeps all. Raises ``UsageError``."""
+        """Return a ``Keep`` from the value that a user passes: a number (of newest versions), a
+        ``Keep``, or a mapping of its fields, as in YAML. None keeps all. Raises ``UsageError``."""
         if value is None or isinstance(value, Keep):
             return value
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -80,7 +81,7 @@ class Keep:
 
     @classmethod
     def parse(cls, text: str) -> Keep:
-        """A ``Keep`` from a command line: a number, or the fields, as in
+        """Return a ``Keep`` from a command line: a number, or the fields, as in
         ``last=2,every=1000,within=24h,best=val_loss:min:3``. Raises ``UsageError``."""
         said: dict[str, object] = {}
         for each in text.split(","):
@@ -114,8 +115,8 @@ class Keep:
 
 
 def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
-    """What a version is to be saved with. What is not finite is left out: it is never the best.
-    Raises ``UsageError`` for what is no number, and for too many."""
+    """Return the metrics to save a version with. Infinite ones and NaN are left out: they are never
+    the best. Raises ``UsageError`` for values that are no numbers, and for too many."""
     found: dict[str, float] = {}
     for name, value in (metrics or {}).items():
         if not _is_name(name):
@@ -134,8 +135,8 @@ def check_metrics(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def _first_of_each(versions: Sequence[VersionInfo], every: int) -> set[int]:
-    """Places of the lowest step at or after each multiple of ``every``; of a step that came twice,
-    the newer one."""
+    """Return the places of the lowest step at or after each multiple of ``every``; if a step came
+    twice, the newer one."""
     found: dict[int, int] = {}
     for place, each in enumerate(versions):
         multiple = each.step // every
@@ -176,5 +177,5 @@ def _is_count(value: object) -> bool:
 
 
 def _whole(text: str) -> object:
-    """A number if it is one; else the text, which is refused as what it is for."""
+    """Return ``text`` as a number if it is one; else the text, which its field then refuses."""
     return int(text) if text.isascii() and text.isdecimal() else text

@@ -1,4 +1,4 @@
-"""Numbers that a user gives, checked, and texts that stand for them."""
+"""Checks of numbers that a user gives, and of texts that stand for them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _UNITS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def over_zero(name: str, value: object, unit: str) -> float:
-    """``value`` as a float. Raises ``UsageError`` unless it is a finite number over 0."""
+    """Return ``value`` as a float. Raise ``UsageError`` unless it is a finite number over 0."""
     if not is_number(value) or not value > 0:  # type: ignore[operator]
         raise UsageError(f"{name}: expected {unit} over 0, found {value!r}")
     return float(value)  # type: ignore[arg-type]
 
 
 def is_number(value: object) -> bool:
-    """True for an int or float that is finite, and no bool."""
+    """Return True for an int or float that is finite, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def parse_seconds(name: str, value: object) -> float:
-    """Seconds of a number, or of a text such as "30s", "5min", "1.5h" or "7d"; over 0. Raises
-    ``UsageError`` for all else."""
+    """Return the seconds of a number, or of a text such as "30s", "5min", "1.5h" or "7d"; over 0.
+    Raises ``UsageError`` for any other value."""
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", value.strip())
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def is_text(value: str) -> bool:
-    """True if ``value`` can be UTF-8, that is, holds no lone surrogate."""
+    """Return True if ``value`` can be encoded as UTF-8, that is, has no lone surrogate."""
     try:
         value.encode()
     except UnicodeEncodeError:
