@@ -1,1 +1,1 @@
-"""What a file can be stored to, and persisted. Knows bytes, not tensors."""
+"""Media that bytes are stored to and persisted on. Knows bytes, not tensors."""

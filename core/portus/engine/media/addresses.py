@@ -1,4 +1,4 @@
-"""Address ranges that stay put while what is mapped into them grows."""
+"""Address ranges that do not move while the memory mapped into them grows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ with suppress(ImportError):  # Windows has none
     import resource
 
 RANGE_MAX: Final = 4 << 40
-"""Bytes of addresses set aside for one medium. They cost nothing; a process has 128 TiB."""
+"""Bytes of addresses reserved for one medium. They cost nothing; a process has 128 TiB."""
 
 _LIMITED_SHARE: Final = 8
-"""Under ``ulimit -v`` set-aside addresses count as used: take at most this part of the limit."""
+"""Under ``ulimit -v`` reserved addresses count as used: take at most this part of the limit."""
 
 
 class AddressRange:
@@ -32,10 +32,10 @@ class AddressRange:
     """
 
     def __init__(self, name: str, size: int, *, alignment: int = mmap.PAGESIZE) -> None:
-        """Set aside addresses for ``size`` bytes and for as much growth as can be had.
+        """Reserve addresses for ``size`` bytes and for as much growth as possible.
 
-        name: of the medium, for messages. alignment: of the first address, a power of two.
-        Raises ``MediumError`` if not even ``size`` fits.
+        name: of the medium, for messages. alignment: of the first address, a power of two. Raises
+        ``MediumError`` if not even ``size`` fits.
         """
         self.name: Final = name
         self.mapped = 0
@@ -62,8 +62,8 @@ class AddressRange:
     ) -> None:
         """Make the first ``size`` bytes usable: those of the file, or (-1) zeros.
 
-        What is mapped already stays as it is. huge: ask for huge pages. synchronous: MAP_SYNC.
-        Raises ``MediumError``; then nothing more can be mapped.
+        Existing mappings stay as they are. huge: ask for huge pages. synchronous: MAP_SYNC. Raises
+        ``MediumError``; then nothing more can be mapped.
         """
         start, length = self.start, _pages(size) - self.mapped
         if length <= 0:
@@ -96,28 +96,28 @@ class AddressRange:
         self.mapped += length
 
     def populate(self, extent: Extent) -> None:
-        """Map the pages of ``extent`` writable, in one go, as far as the kernel can (5.14)."""
+        """Map the pages of ``extent`` writable, in one call, if the kernel can (5.14)."""
         start, end = self._pages_of(extent)
         with suppress(OSError):
             linux.advise_pages(start, end - start, linux.MADV_POPULATE_WRITE)
 
     def release(self, extent: Extent) -> None:
-        """Let go of the pages of a file in ``extent``, in one go; the next use finds them again,
-        with what was stored. Before write-back: the kernel takes a dirty page from all who map it,
-        and would do so one by one, each with an interrupt to the processors that run this process.
-        """
+        """Unmap the pages of a file in ``extent``, in one call; the next use maps them again, with
+        the stored bytes. Call it before write-back: the kernel takes a dirty page from all its
+        mappings, and would do so one by one, each with an interrupt to the processors that run this
+        process."""
         start, end = self._pages_of(extent)
         with suppress(OSError):  # of pages that are locked; then they stay
             linux.advise_pages(start, end - start, linux.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Give the addresses back. A second call does nothing."""
+        """Return the addresses to the system. A second call does nothing."""
         start, self._start = self._start, 0
         if start and self._length:
-            linux.unmap_pages(start, self._length)  # all that was set aside, mapped or not
+            linux.unmap_pages(start, self._length)  # all that was reserved, mapped or not
 
     def close_but(self, kept: Sequence[Extent]) -> None:
-        """Give the addresses back, but those of ``kept``, which begin at pages: they have private
+        """Return the addresses, except those of ``kept``, which begin at pages: they have private
         copies of their bytes from now on, for as long as the process runs.
 
         Raises ``MediumError`` if there is no memory for that; then all stays mapped for ever.
@@ -133,7 +133,7 @@ class AddressRange:
                 f"still in use ({error.strerror}); they are the bytes of {self.name} until this "
                 "process ends: write nothing there",
             ) from error
-        # All at once: what is mapped of a device cannot be cut into parts.
+        # All at once: a mapping of a device cannot be cut into parts.
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE | linux.MAP_FIXED
         linux.map_pages(start, self._length, linux.PROT_NONE, flags, (-1, 0))
         for copy, (address, length) in zip(copies, parts, strict=True):
@@ -141,16 +141,17 @@ class AddressRange:
 
     def leave(self) -> None:
         """Forget the addresses, in a forked child."""
-        # Nothing is mapped here in the child (MADV_DONTFORK): by now the addresses may be others'.
+        # Nothing is mapped here in the child (MADV_DONTFORK): others may have the addresses.
         self._start = 0
 
     def _pages_of(self, extent: Extent) -> tuple[int, int]:
-        """The addresses of the first page of ``extent``, and of the end of the last."""
+        """Return the addresses of the first page of ``extent``, and of the end of the last."""
         first = extent.offset // mmap.PAGESIZE * mmap.PAGESIZE
         return self.start + first, self.start + min(_pages(extent.end), self.mapped)
 
     def _reserve(self, needed: int) -> int:
-        """The most that the system gives, from RANGE_MAX down to ``needed`` bytes."""
+        """Reserve as much as the system allows, from RANGE_MAX down to ``needed`` bytes; return
+        it."""
         wanted = max(needed, min(max(RANGE_MAX, 4 * needed), _limit() // _LIMITED_SHARE))
         # Addresses without memory: later mappings go over them, and nothing has to move.
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
@@ -169,7 +170,8 @@ class AddressRange:
             return start
 
     def _align(self, alignment: int) -> None:
-        """Give back what is before the first aligned address, and as much at the end."""
+        """Return the addresses before the first aligned one, and as many at the end, to the
+        system."""
         head = -self._start % alignment
         tail = alignment - mmap.PAGESIZE - head
         end = self._start + self._length
@@ -189,7 +191,7 @@ class AddressRange:
 
 
 def _private_copy(address: int, length: int) -> int:
-    """The address of fresh memory with these bytes. Raises ``OSError``."""
+    """Return the address of fresh memory with these bytes. Raises ``OSError``."""
     flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS
     copy = linux.map_pages(0, length, linux.PROT_READ | linux.PROT_WRITE, flags, (-1, 0))
     ctypes.memmove(copy, address, length)
@@ -201,6 +203,6 @@ def _pages(size: int) -> int:
 
 
 def _limit() -> int:
-    """Bytes of addresses this process may have."""
+    """Return the limit of this process for the bytes of its addresses."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
     return 1 << 62 if soft == resource.RLIM_INFINITY else soft

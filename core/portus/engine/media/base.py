@@ -1,19 +1,19 @@
-"""What a medium promises. Read this before you write one.
+"""The promises of a medium. Read this before you write one.
 
 1. After ``persist(ranges)`` returns, the bytes stored in those ranges before the call survive
    power loss, as far as the medium can promise (``MediumInfo.volatile`` says when it cannot).
 2. Nothing else. A store not yet persisted may survive, or not, in any order, torn at any 512
-   bytes (a file) or any 8 bytes (memory); no store is atomic: who needs that puts a checksum
-   around it.
+   bytes (a file) or any 8 bytes (memory). No store is atomic: a caller that needs that adds a
+   checksum.
 3. After ``grow(size)`` returns, every byte below ``size`` can be stored without running out of
    space, reads as zero until stored, and the new size survives power loss.
 4. After a failed ``persist`` or ``grow`` that may have lost bytes, the medium is *poisoned*: every
-   later ``grow``, ``store`` and ``persist`` raises ``MediumError``; ``load`` goes on. Durability
-   is unknown, so nobody retries. So it is once its user said so (``poison``): what is there was
-   changed by somebody else, whom no store of ours may harm.
+   later ``grow``, ``store`` and ``persist`` raises ``MediumError``; ``load`` still works.
+   Durability is unknown, so no caller retries. A user can poison a medium too (``poison``), when
+   another writer has changed its bytes: no store of ours may harm that writer.
 
-All methods raise ``MediumError`` for what the machine refuses and ``UsageError`` for a range
-outside the medium. ``load`` and ``store`` may be called from several threads on disjoint ranges.
+All methods raise ``MediumError`` for errors of the machine and ``UsageError`` for a range outside
+the medium. ``load`` and ``store`` may be called from several threads on disjoint ranges.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from portus.errors import MediumError
 
 @dataclass(frozen=True, slots=True)
 class MediumKind:
-    """How bytes reach a medium; declared in its module, and all that others have to know of it.
+    """How bytes reach a medium, and the facts about it that other modules need; declared in its
+    module.
 
-    name: in words, for people. is_device: a pool on it has all of it, so there is no limit, no
-        quota, and no space for mirrored objects; `portus format` makes one.
-        is_persistent_memory: its bytes are reached by addresses. is_remote: another process stores
-        them."""
+    name: in words, for people.
+    is_device: a pool on it fills all of it, so there is no limit, no quota, and no space for
+    mirrored objects; `portus format` makes one.
+    is_persistent_memory: its bytes are reached by addresses.
+    is_remote: another process stores them.
+    """
 
     name: str
     is_device: bool = False
@@ -47,9 +50,9 @@ PLAIN_FILE: Final = MediumKind("file, pwrite")
 
 @dataclass(frozen=True, slots=True)
 class MediumInfo:
-    """What a medium is. ``name`` is its path, or a word; ``granularity`` in bytes is the unit
-    that can tear apart on power loss; ``volatile``: its bytes do not survive power loss at all
-    (tmpfs, plain memory)."""
+    """The facts of a medium. ``name`` is its path, or a word; ``granularity`` in bytes is the unit
+    that can tear apart on power loss; ``volatile``: its bytes do not survive power loss (tmpfs,
+    plain memory)."""
 
     kind: MediumKind
     name: str
@@ -63,7 +66,7 @@ class Medium(Protocol):
 
     @property
     def info(self) -> MediumInfo:
-        """Return what the medium is; the same as long as it is open."""
+        """The facts of the medium; the same as long as it is open."""
 
     @property
     def size(self) -> int:
@@ -71,7 +74,7 @@ class Medium(Protocol):
 
     @property
     def is_poisoned(self) -> bool:
-        """True once it accepts no more writes; see 4."""
+        """True once the medium accepts no more writes; see 4."""
 
     def grow(self, size: int) -> None:
         """Make the medium ``size`` bytes long, allocated and durable; never shrinks it."""
@@ -86,14 +89,14 @@ class Medium(Protocol):
         """Return when every byte stored before in ``ranges`` survives power loss."""
 
     def close(self) -> None:
-        """Let go of everything. A second call does nothing. Does not persist."""
+        """Release all resources. A second call does nothing. Does not persist."""
 
     def poison(self, reason: str) -> None:
-        """Take no stores any more, for good; see 4. reason: for messages, as a clause."""
+        """Accept no stores any more, for good; see 4. reason: for messages, as a clause."""
 
 
 class ReadOnlyMedium(abc.ABC):
-    """What a medium refuses that is loaded from and no more. ``_refusal``: what it says."""
+    """A medium that can only be read: it refuses stores. ``_refusal``: the error."""
 
     @property
     def is_poisoned(self) -> bool:
@@ -127,13 +130,13 @@ class MappedMedium(Medium, Protocol):
         """
 
     def expect(self, extent: Extent) -> None:
-        """Say that bytes of ``extent`` are about to be changed through its address.
+        """Announce that bytes of ``extent`` are about to be changed through their address.
 
         The medium may make their pages present, and changes none of them. Only a hint.
         """
 
     def wrote(self, extent: Extent) -> None:
-        """Say that bytes of ``extent`` were changed through its address.
+        """Announce that bytes of ``extent`` were changed through their address.
 
         The medium may start to write them back; it does not wait. They count as stored.
         """

@@ -1,13 +1,12 @@
-"""Calls within calls of one thread: what a signal handler finds that interrupted one of ours.
+"""Detects calls within calls of one thread: a signal handler that interrupted a call of ours.
 
-Python runs handlers in the main thread, between two steps of whatever is being done there. So the
-call below may hold any lock of ours, and the worker may be waiting for that: who takes a lock then,
-or waits for the worker, waits for ever. A function that may hold locks, or waits, is marked. It
-calls nothing of others that calls us: so if code of others stands on the stack between us and a
-marked function, that is a signal handler.
+Python runs handlers in the main thread, between two steps of the code that runs there. So the
+interrupted call may hold any lock of ours, and the worker may wait for that lock: a handler that
+takes a lock, or waits for the worker, waits for ever. A function that may hold locks, or waits, is
+marked. It calls no foreign code that calls us. So foreign code on the stack between us and a marked
+function is a signal handler.
 
-The stack itself is the mark. So there is nothing to put back, whatever a handler raises, and
-whenever.
+The stack itself is the mark. So nothing has to be undone, whatever a handler raises, and whenever.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _marked: Final[set[int]] = set()
-"""The code of marked functions, by identity; functions of modules are never let go of."""
+"""The code of marked functions, by identity; functions of modules are never freed."""
 
 
 _OURS: Final = ("portus.", "contextlib")
-"""How the names of modules begin whose frames are no handler's."""
+"""Prefixes of the modules whose frames are no handler's."""
 
 
 def is_nested() -> bool:
-    """True in a signal handler that interrupted a marked call, and in what it calls: nothing may
-    be waited for, and no lock taken that is held for long."""
+    """Return True in a signal handler that interrupted a marked call, and in the functions it
+    calls: they must not wait, or take a lock that is held for long."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back
@@ -45,7 +44,7 @@ def is_nested() -> bool:
 
 
 def mark(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark a function that may hold locks, or waits, when a signal comes."""
+    """Mark a function that may hold locks, or wait, when a signal comes."""
     _marked.add(id(function.__code__))
     return function
 
@@ -74,7 +73,7 @@ def entry_or(nested: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R
 
 
 def refusal(what: str) -> UsageError:
-    """Why ``what`` cannot be done here."""
+    """Return the error that says why ``what`` cannot be done here."""
     return UsageError(
         f"{what}: this signal handler interrupted a call of Portus in the same thread, which "
         "continues when the handler returns, so the handler cannot wait for that call. Do "

@@ -1,4 +1,4 @@
-"""Calls on open files, and what their errors mean."""
+"""Calls on open files, and their errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portus.errors import MediumError
 _ZEROS: Final = bytes(1 << 20)
 
 OUT_OF_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that space would mend."""
+"""Errors that more space would resolve."""
 
 _ADVICE: Final = {
     errno.ENOSPC: "free space on it, or save elsewhere",
@@ -29,26 +29,26 @@ _ADVICE: Final = {
 }
 
 Sync = Callable[[int], None]
-"""Given a descriptor, return when its data is on the medium; raises ``OSError``."""
+"""Takes a descriptor, and returns when its data is on the medium; raises ``OSError``."""
 
 data_sync: Final[Sync] = getattr(os, "fdatasync", os.fsync)
 
 
 def file_error(operation: str, path: str, cause: OSError, what: str = "") -> MediumError:
-    """``cause`` as a ``MediumError`` that says where it happened, and what to do."""
+    """Return ``cause`` as a ``MediumError`` that says where it happened, and what to do."""
     text = f"{path}: cannot {operation}" + (f" {what}" if what else "")
     return MediumError(cause.errno, f"{text}: {cause.strerror or cause}; {advice(cause)}")
 
 
 def advice(cause: OSError) -> str:
-    """What the operator can do about ``cause``."""
+    """Return what the operator can do about ``cause``."""
     return _ADVICE.get(cause.errno or 0, "see the kernel's log, and check that it is still mounted")
 
 
 def allocate(number: int, offset: int, length: int) -> None:
-    """Lengthen a file by zeros that have their blocks; raises ``OSError``, then maybe half done.
+    """Lengthen a file by zeros with blocks of their own; raises ``OSError``, then maybe half done.
 
-    What cannot fit is refused at once: tmpfs would take all memory before it noticed.
+    A length that cannot fit is refused at once: tmpfs would take all memory before it noticed.
     """
     status = os.fstatvfs(number)
     if status.f_blocks > 0 and status.f_bfree * status.f_frsize < length:
@@ -62,7 +62,7 @@ def allocate(number: int, offset: int, length: int) -> None:
 
 
 def fill_holes(number: int, size: int, *, every_block_counts: bool) -> None:
-    """Give every byte its block: a pool that was copied is sparse where it was never written to.
+    """Give every byte its block: a copied pool is sparse where it was never written to.
 
     every_block_counts: of tmpfs, whose count of blocks is exact, and whose fallocate is slow.
     """
@@ -93,7 +93,8 @@ def write_all(number: int, data: memoryview, offset: int) -> None:
 
 
 def free_bytes(number: int) -> int | str:
-    """What an unprivileged process may still allocate on the file system, for messages."""
+    """Return the bytes that an unprivileged process may still allocate on the file system, for
+    messages."""
     try:
         status = os.fstatvfs(number)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is known of the file system that an open file is on."""
+"""Facts of the file system that holds an open file."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _IN_PLACE: Final = (linux.EXT_TYPE, linux.TMPFS_TYPE)
 
 @dataclass(frozen=True, slots=True)
 class FileSystemTraits:
-    """What matters of the file system that holds a file.
+    """The relevant facts of the file system that holds a file.
 
-    ``volatile``: in memory, gone at power loss. ``early``: it is of use to start write-back
-    before the sync.
+    ``volatile``: in memory, lost at power loss. ``early``: write-back is worth starting before the
+    sync.
     """
 
     volatile: bool
@@ -25,8 +25,8 @@ class FileSystemTraits:
 
 
 def file_system_of(number: int, path: str) -> tuple[FileSystemTraits, bool]:
-    """What holds the open file ``number``, and whether its blocks are overwritten in place. Raises
-    ``MediumError``. path: for messages."""
+    """Return the facts of the file system of the open file ``number``, and whether it overwrites
+    the file's blocks in place. Raises ``MediumError``. path: for messages."""
     try:
         found = linux.file_system_type(number)
     except OSError as error:

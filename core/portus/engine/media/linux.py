@@ -1,6 +1,6 @@
-"""Linux calls that Python does not offer, through libc. Nothing is looked up before it is used.
+"""Linux calls that Python does not offer, through libc. Each is looked up at its first use.
 
-They raise ``OSError`` as the functions of ``os`` do; who calls them translates. All of them let
+They raise ``OSError`` as the functions of ``os`` do, and callers translate it. All of them let
 other threads run meanwhile.
 """
 
@@ -46,7 +46,7 @@ LOCAL_TYPES: Final = frozenset(
         0x794C7630,  # overlay
     }
 )
-"""File systems whose files this kernel alone opens."""
+"""File systems whose files only this kernel opens."""
 
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _SYNC_FILE_RANGE_WRITE: Final = 2
@@ -54,8 +54,8 @@ _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _ALLOCATE_MAX: Final = 256 << 20
 _ALLOCATE_MIN: Final = 64 << 10
-"""Bytes per fallocate. On tmpfs a signal undoes the whole call, so under a timer that fires often
-a long one would never end: each signal makes the next ones shorter."""
+"""Bytes per fallocate. On tmpfs a signal undoes the whole call, so under a timer that fires often a
+long one would never end: each signal makes the next ones shorter."""
 
 _XFS_GEOMETRY: Final = struct.Struct("=88xiI16x")
 _XFS_IOC_FSGEOMETRY_V4: Final = (2 << 30) | (_XFS_GEOMETRY.size << 16) | (ord("X") << 8) | 124
@@ -66,7 +66,8 @@ _XFS_REFLINK: Final = 1 << 20
 def map_pages(
     address: int, length: int, protection: int, flags: int, place: tuple[int, int]
 ) -> int:
-    """mmap(2). ``place`` is (descriptor, offset in the file), or (-1, 0). Returns the address."""
+    """Call mmap(2). ``place`` is (descriptor, offset in the file), or (-1, 0). Return the
+    address."""
     call = _libc().mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -77,7 +78,7 @@ def map_pages(
 
 
 def unmap_pages(address: int, length: int) -> None:
-    """munmap(2)."""
+    """Call munmap(2)."""
     call = _libc().munmap
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     if call(address, length) != 0:
@@ -85,7 +86,7 @@ def unmap_pages(address: int, length: int) -> None:
 
 
 def move_pages(address: int, length: int, target: int) -> None:
-    """mremap(2): have these pages at ``target``, in place of what was mapped there."""
+    """Call mremap(2): move these pages to ``target``, in place of the mapping there."""
     call = _libc().mremap
     call.restype = ctypes.c_void_p
     call.argtypes = [
@@ -97,7 +98,7 @@ def move_pages(address: int, length: int, target: int) -> None:
 
 
 def advise_pages(address: int, length: int, advice: int) -> None:
-    """madvise(2)."""
+    """Call madvise(2)."""
     call = _libc().madvise
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     if call(address, length, advice) != 0:
@@ -115,7 +116,7 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
 
 
 def allocate(descriptor: int, offset: int, length: int) -> None:
-    """fallocate(2), in pieces: zeros where there was nothing, and the file gets longer.
+    """Call fallocate(2), in pieces: fill holes with zeros, and lengthen the file.
 
     EOPNOTSUPP where the file system (or this platform) cannot.
     """
@@ -135,7 +136,7 @@ def allocate(descriptor: int, offset: int, length: int) -> None:
 
 
 def punch(descriptor: int, offset: int, length: int) -> None:
-    """fallocate(2): the blocks of a range go back to the file system, and it reads as zero.
+    """Call fallocate(2): return the blocks of a range to the file system; the range reads as zero.
 
     EOPNOTSUPP where the file system (or this platform) cannot.
     """
@@ -149,8 +150,8 @@ def punch(descriptor: int, offset: int, length: int) -> None:
 
 
 def holes(descriptor: int, size: int) -> list[tuple[int, int]]:
-    """Offset and length of what below ``size`` has no blocks, by lseek(2); some of it may have some
-    that were never stored to. None where this platform, or the file system, does not say."""
+    """Return offset and length of the ranges below ``size`` without blocks, by lseek(2); none on
+    other platforms. Some may have blocks that were never stored to."""
     found: list[tuple[int, int]] = []
     if sys.platform != "linux":
         return found
@@ -170,7 +171,7 @@ def holes(descriptor: int, size: int) -> list[tuple[int, int]]:
 
 
 def file_system_type(descriptor: int) -> int | None:
-    """``f_type`` of fstatfs(2), or None where this platform has none."""
+    """Return ``f_type`` of fstatfs(2), or None where this platform has none."""
     if sys.platform != "linux":
         return None
     answer = (ctypes.c_long * 64)()  # Larger than struct statfs, of which f_type is the first.
@@ -180,7 +181,7 @@ def file_system_type(descriptor: int) -> int | None:
 
 
 def may_share_blocks(descriptor: int) -> bool:
-    """True unless the xfs that holds the file says that it was made without reflink."""
+    """Return True unless the xfs that holds the file says that it was made without reflink."""
     try:
         answer = fcntl.ioctl(descriptor, _XFS_IOC_FSGEOMETRY_V4, bytes(_XFS_GEOMETRY.size))
     except OSError:
@@ -206,15 +207,16 @@ _PAGE_IS_PRESENT: Final = 8
 _PAGE_IS_SWAPPED: Final = 16
 _REGIONS: Final = 256
 _PROCMAP: Final = struct.Struct("=5Q64x")
-"""``struct procmap_query``: its size, flags, the address; start and end of what is found."""
+"""``struct procmap_query``: its size, flags, the address; start and end of the mapping found."""
 _PROCMAP_QUERY: Final = 3 << 30 | _PROCMAP.size << 16 | ord("f") << 8 | 17
 _PROCMAP_SHARED: Final = 8 | 16  # VMA_SHARED, COVERING_OR_NEXT_VMA
 """Source: linux/userfaultfd.h and linux/fs.h."""
 
 
 def open_write_watch() -> int:
-    """userfaultfd(2) that notes writes by itself (``WP_ASYNC``, Linux 6.7) and needs no privilege.
-    Returns a descriptor, for memory of this process alone: a forked child must not use it."""
+    """Call userfaultfd(2): it notes writes without a handler (``WP_ASYNC``, Linux 6.7) and needs no
+    privilege. Return a descriptor, for memory of this process alone: a forked child must not use
+    it."""
     number = _USERFAULTFD.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -230,7 +232,7 @@ def open_write_watch() -> int:
 
 
 def register_pages(watch: int, start: int, length: int) -> None:
-    """Let ``protect_pages`` be said of whole pages. They stay so until they are unmapped."""
+    """Allow ``protect_pages`` for whole pages, until they are unmapped."""
     fcntl.ioctl(watch, _UFFDIO_REGISTER, struct.pack("=QQQQ", start, length, _UFFD_WP, 0))
 
 
@@ -240,13 +242,13 @@ def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
 
 
 def dirty_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
-    """Runs of pages (start, end) that were written since they were protected. ``pagemap``:
+    """Return runs of pages (start, end) that were written since they were protected. ``pagemap``:
     ``/proc/self/pagemap``, opened by this process."""
     return _scan(pagemap, start, length, (0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
 
 
 def private_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
-    """Runs of pages (start, end) of a private mapping that are copies: somebody wrote to them.
+    """Return runs of pages (start, end) of a private mapping that are copies, made by a write.
     ``pagemap``: as for ``dirty_pages``. Raises ``OSError`` before Linux 6.7."""
     there = _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED
     return _scan(pagemap, start, length, (_PAGE_IS_FILE, _PAGE_IS_FILE, there, _PAGE_IS_FILE))
@@ -255,8 +257,8 @@ def private_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]
 def _scan(
     pagemap: int, start: int, length: int, categories: tuple[int, int, int, int]
 ) -> list[tuple[int, int]]:
-    """Runs of pages by their categories: those inverted, those all needed, those of which one is,
-    and by which runs are told apart."""
+    """Return runs of pages by their categories: those inverted, those all needed, those of which
+    one is, and those that tell runs apart."""
     found: list[tuple[int, int]] = []
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()
     end = start + length
@@ -271,9 +273,9 @@ def _scan(
 
 
 def shared_mappings(maps: int, start: int, end: int) -> list[tuple[int, int]]:
-    """Memory (start, end) that is mapped to be shared with other processes, in order: all mappings
-    that have bytes from ``start`` to before ``end``. ``maps``: ``/proc/self/maps``, opened by this
-    process. ENOTTY before Linux 6.11."""
+    """Return memory (start, end) that is mapped to be shared with other processes, in order: all
+    mappings that have bytes from ``start`` to before ``end``. ``maps``: ``/proc/self/maps``, opened
+    by this process. ENOTTY before Linux 6.11."""
     found: list[tuple[int, int]] = []
     while True:  # ends: each turn begins where the last one's memory ends
         asked = _PROCMAP.pack(_PROCMAP.size, _PROCMAP_SHARED, start, 0, 0)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Final
 
 Wait = Callable[[float], object]
-"""Called with seconds to wait, 0 or more. What it raises ends what is paced."""
+"""Receives seconds to wait, 0 or more. An error that it raises ends the paced work."""
 
 
 class Pace:
-    """Waits so that no second has more reads than the limit; later ones make up for nothing."""
+    """Waits so that no second has more reads than the limit. Idle time earns no credit."""
 
     def __init__(self, bytes_per_s: int, wait: Wait = time.sleep) -> None:
         self._bytes_per_s: Final = bytes_per_s
@@ -19,7 +19,7 @@ class Pace:
         self._free_s = time.monotonic()
 
     def take(self, size: int) -> None:
-        """Wait until ``size`` bytes may be read. Raises what ``wait`` raises."""
+        """Wait until ``size`` bytes may be read. Raises the errors of ``wait``."""
         now_s = time.monotonic()
         self._wait(max(0.0, self._free_s - now_s))
         self._free_s = max(self._free_s, now_s) + size / self._bytes_per_s

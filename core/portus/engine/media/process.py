@@ -1,14 +1,14 @@
-"""What belongs to one process: descriptors and address ranges that a forked child must not keep.
+"""Resources of one process: descriptors and address ranges that a forked child must not keep.
 
-A child that inherits a descriptor keeps the locks of its parent alive after the parent was
-killed (a loader worker: up to 19 s measured), so each one is closed in the child, before the
-child's first line runs. A fork waits for whoever is opening or closing one (``no_fork``): none
-falls between a descriptor's birth and its registration. Programs started by exec inherit nothing:
-Python opens every descriptor non-inheritable.
+A child that inherits a descriptor keeps the locks of its parent alive after the parent was killed
+(a loader worker: up to 19 s measured). So each one is closed in the child, before the child's first
+line runs. A fork waits for threads that are opening or closing one (``no_fork``): none falls
+between a descriptor's birth and its registration. Programs started by exec inherit none: Python
+opens every descriptor non-inheritable.
 
-The ``fork()`` of C runs no hook of Python. So the numbers of descriptors are also in a table that
-C can read: the helper (``portus_close_in_children``) closes them in every child, and clears the
-table. What is cleared there is closed, whatever a ``Descriptor`` that the child inherited believes.
+The ``fork()`` of C runs no hook of Python. So the numbers of descriptors are also in a table that C
+can read: the helper (``portus_close_in_children``) closes them in every child, and clears the
+table. A cleared entry means closed, whatever a ``Descriptor`` that the child inherited believes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from portus.errors import UsageError
 
 
 class ProcessResource(Protocol):
-    """Something to let go of in a forked child."""
+    """A resource to release in a forked child."""
 
     def leave(self) -> None:
-        """Close it. Called in the child, which then has only one thread."""
+        """Close the resource. Called in the child, which then has only one thread."""
 
 
 _log: Final = logging.getLogger("portus")
@@ -41,19 +41,19 @@ _fork: Final = threading.RLock()
 _forking = 0
 """The thread that forks, or 0."""
 _busy: Final[dict[int, int]] = {}
-"""The threads inside ``no_fork``, and how often each is."""
+"""The threads inside ``no_fork``, and how many times each is."""
 _FORK_WAIT_S: Final = 10.0
-"""The longest that a fork waits. A thread that is inside may be in a signal handler, which waits
-for something else."""
+"""The longest that a fork waits. A thread inside may be in a signal handler, which waits for
+something else."""
 
 
 @contextlib.contextmanager
 def no_fork() -> Iterator[None]:
-    """Keep this process from forking inside a ``with``, but for a signal handler in this thread.
+    """Keep this process from forking inside a ``with``, except by a signal handler in this thread.
 
-    Blocks while another thread forks, and for nothing else: threads inside do not exclude each
-    other. Else a thread could wait for one that a signal handler interrupted there, and that
-    handler for the thread.
+    Blocks only while another thread forks: threads inside do not exclude each other. Otherwise a
+    thread could wait for one that a signal handler interrupted there, and that handler for the
+    thread.
     """
     thread = threading.get_ident()
     times = _busy.get(thread, 0)
@@ -95,24 +95,24 @@ def leave_in_child(thing: ProcessResource) -> None:
 
 
 _SLOTS: Final = 4096
-"""Descriptors that the table holds; of more than these, children of the fork of C have copies."""
+"""Descriptors that the table holds; children of C's fork keep copies of any more."""
 
 NUMBERS: Final = (ctypes.c_int32 * _SLOTS)()
-"""Of each open descriptor its number plus one, in a slot of its own; 0: none, or closed in a forked
-child."""
+"""For each open descriptor its number plus one, in a slot of its own; 0: none, or closed in a
+forked child."""
 
 _free: Final = list(range(_SLOTS))
 
 
 _STANDARD: Final = 3
-"""The numbers below it are standard input, output and error, whether they are open or not."""
+"""The first number that is not of standard input, output or error, whether they are open or not."""
 
 
 def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
     """Open as ``os.open`` does, but never with the number of a standard stream.
 
-    Where such a stream is closed (``python train.py >&-``), its number is the next one that the
-    system gives; what a library in C then prints would go into the file.
+    Where such a stream is closed (``python train.py >&-``), the system gives its number next, and
+    text that a C library prints would go into the file.
     """
     within = {} if directory is None else {"dir_fd": directory}
     number, low = os.open(path, flags, mode, **within), list[int]()
@@ -158,9 +158,9 @@ class Descriptor:
         self.path: Final[str] = path if directory is None else os.path.join(directory.path, path)
         self._process: Final = os.getpid()
         self._numbers: Final[list[int]] = []
-        """The number, while it is open. Whoever takes it out of the list closes it."""
+        """The number, while it is open. The thread that takes it out of the list closes it."""
         self._slot: int | None = None
-        # Audit hooks may wait for other threads: here, where no fork has to wait for them too.
+        # Audit hooks may wait for other threads: here, where a fork need not wait for those too.
         sys.audit("open", path, None, flags)
         with no_fork(), _opening():
             within = None if directory is None else directory.number
@@ -183,10 +183,10 @@ class Descriptor:
         return number
 
     def close(self) -> None:
-        """A second call does nothing.
+        """Close the file. A second call does nothing.
 
-        Raises nothing: the system lets go of a descriptor also where close(2) fails. What such an
-        error tells, of bytes that were not persisted, was promised to nobody.
+        Raises nothing: the system releases a descriptor also where close(2) fails. Such an error is
+        about bytes that were not persisted, and so never promised.
         """
         with no_fork():
             try:
@@ -209,12 +209,13 @@ class Descriptor:
     leave = close
 
     def _is_here(self) -> bool:
-        """False in a forked child in which it was closed by C."""
+        """Return False in a forked child in which C closed the descriptor."""
         return self._slot is None or NUMBERS[self._slot] != 0
 
 
 def not_here(name: str, process: int) -> UsageError:
-    """Why ``name``, opened in ``process``, cannot be used in this one."""
+    """Return the error that says why ``name``, opened in ``process``, cannot be used in this
+    one."""
     if process == os.getpid():
         return UsageError(f"{name}: used after it was closed")
     return UsageError(

@@ -1,4 +1,4 @@
-"""``ReadFile``: a regular file that is loaded from, and no more."""
+"""``ReadFile``: a regular file that can only be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECTOR: Final = 512
 
 
 class ReadFile(ReadOnlyMedium):
-    """A file as a ``Medium``, which is only read. Owns its descriptor. Loads use preadv, so a bad
+    """A file as a ``Medium`` that is only read. Owns its descriptor. Loads use preadv, so a bad
     sector or a truncated file is an error, not a signal."""
 
     def __init__(self, descriptor: Descriptor) -> None:
@@ -36,11 +36,12 @@ class ReadFile(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        """Bytes of the file now, also after another process made it grow. ``MediumError``."""
+        """The present bytes of the file, also after another process made it grow. Raises
+        ``MediumError``."""
         return self._status().st_size
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Load with preadv. Raises ``MediumError`` if somebody truncated the file meanwhile."""
+        """Load with preadv. Raise ``MediumError`` if the file was truncated meanwhile."""
         self._check_range(offset, target.nbytes)
         if target.readonly or not target.c_contiguous:
             raise UsageError(f"{self.path}: load into memory that is read-only or has gaps")
@@ -56,7 +57,7 @@ class ReadFile(ReadOnlyMedium):
             raise self._truncation(offset + target.nbytes)
 
     def close(self) -> None:
-        """Close the descriptor. Nobody may be inside another call."""
+        """Close the descriptor. No thread may be inside another call."""
         self._descriptor.close()
 
     def _refusal(self) -> MediumError:
@@ -64,7 +65,7 @@ class ReadFile(ReadOnlyMedium):
 
     def _check_range(self, offset: int, length: int) -> None:
         end = offset + length
-        # Another process may have made it grow; what is known to be there needs no call.
+        # Another process may have made it grow; the size known already needs no call.
         if end > self._known:
             self._known = max(self._known, self.size)
         if offset < 0 or end > self._known:
@@ -87,7 +88,7 @@ class ReadFile(ReadOnlyMedium):
             raise file_error("look at", self.path, error) from error
 
     def _read(self, offset: int, target: memoryview) -> int:
-        """Fill ``target``; returns the bytes found, fewer at the end of the file."""
+        """Fill ``target``; return the bytes found, fewer at the end of the file."""
         done = count = self._read_once(offset, target)
         while count and done < len(target):
             count = self._read_once(offset + done, target[done:])

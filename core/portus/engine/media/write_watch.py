@@ -1,12 +1,12 @@
 """The memory of this process that was written since a moment, and the memory that other processes
-share: told by the kernel.
+share, as the kernel reports it.
 
 Linux 6.7 and later: pages are protected (userfaultfd with ``WP_ASYNC``); a write to one continues
-at once, and leaves a note that ``PAGEMAP_SCAN`` finds. Nothing is missed, whoever writes in this
-process, or the kernel for it; devices that write memory by themselves are not seen. Memory that
-other processes may map is not watched: of their writes this process's pages know nothing.
+at once, and leaves a note that ``PAGEMAP_SCAN`` finds. No write is missed, by this process, or by
+the kernel for it; writes of devices to memory are not seen. Memory that other processes may map is
+not watched: this process's pages do not show their writes.
 
-Cost: nearly nothing for huge pages; for pages of 4 KiB about as much as half of copying them. So
+Cost: nearly nothing for huge pages; for pages of 4 KiB about half of the cost of copying them. So
 ``make_huge`` asks for huge ones.
 """
 
@@ -31,7 +31,7 @@ Run = tuple[int, int]
 """Start and end, in bytes, of memory."""
 
 PAGE: Final = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
-"""Bytes of a page of this processor; that of a pool may be another."""
+"""Bytes of a page of this processor; the page of a pool may differ."""
 
 HUGE: Final = 2 << 20
 
@@ -41,7 +41,7 @@ _SHARED: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ...s", re.MULTILINE)
 
 
 class WriteWatch:
-    """What is written to some pages from now on, until ``close``. Made by ``watch``."""
+    """Notes writes to some pages from now on, until ``close``. Made by ``watch``."""
 
     def __init__(self, kernel: _Kernel, runs: list[Run]) -> None:
         self._kernel: Final = kernel
@@ -49,12 +49,12 @@ class WriteWatch:
         self._ended: Final = threading.Lock()
 
     def written_runs(self) -> Column:
-        """The runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
+        """Return the runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
         runs = [each for run in self._runs for each in self._kernel.written_runs(run)]
         return np.array(runs, np.int64).reshape(-1, 2)
 
     def close(self) -> None:
-        """Writes are not noted any more, and cost nothing more. A second call does nothing."""
+        """Stop noting writes, which then cost nothing more. A second call does nothing."""
         if self._ended.acquire(blocking=False):
             for run in self._runs:
                 self._kernel.unprotect(run)
@@ -62,8 +62,8 @@ class WriteWatch:
 
 
 def watch(address: Column, length: Column) -> WriteWatch | None:
-    """Watch the pages of some memory. None if the kernel refuses, it is not private memory, or
-    something else is watched: one at a time, for what ends one would blind the other."""
+    """Watch the pages of some memory. Return None if the kernel refuses, if it is not private
+    memory, or during another watch: the end of one would blind the other."""
     kernel = _here()
     if kernel is None or not kernel.busy.acquire(blocking=False):
         return None
@@ -79,12 +79,12 @@ def watch(address: Column, length: Column) -> WriteWatch | None:
 
 
 def can_watch() -> bool:
-    """True if the kernel does it at all."""
+    """Return True if the kernel supports it."""
     return _here() is not None
 
 
 def pages_of(address: Column, length: Column) -> list[Run]:
-    """The pages that hold some memory, as runs in order; neighbours joined."""
+    """Return the pages that hold some memory, as runs in order; neighbours joined."""
     order = np.argsort(address, kind="stable")
     start = address[order] // PAGE * PAGE
     end = np.maximum.accumulate(-(-(address[order] + length[order]) // PAGE) * PAGE)
@@ -95,7 +95,7 @@ def pages_of(address: Column, length: Column) -> list[Run]:
 
 def exposure(address: Column, length: Column) -> Flags:
     """Return a mask of the memory that other processes may have too, by a shared mapping, and may
-    write at any moment. None of it where the system does not say. Address 0: there is none."""
+    write at any moment; all False where the system does not say. Address 0 stands for no memory."""
     # The kernel is asked, not torch: ``is_shared()`` does not know of memory that numpy or mmap
     # made, and says yes for private mappings of files.
     there = address[address > 0]
@@ -108,7 +108,7 @@ def exposure(address: Column, length: Column) -> Flags:
 
 
 def _shared_runs(start: int, end: int) -> list[Run]:
-    """Return all of it that has bytes from ``start`` to before ``end``. The text has a line for
+    """Return all shared memory with bytes from ``start`` to before ``end``. The text has a line for
     each mapping, hundreds with torch, so it is the last resort: a millisecond, in each save."""
     try:
         with open(_MAPS, "rb", buffering=0) as maps:
@@ -132,7 +132,7 @@ def meet(runs: Column, start: Column, end: Column) -> Flags:
 
 
 def make_huge(address: Column, length: Column) -> Iterator[None]:
-    """Ask for huge pages under some memory, one with each step; they may be refused. Blocks."""
+    """Ask for huge pages under some memory, one with each step; the kernel may refuse. Blocks."""
     for start, end in pages_of(address, length):
         # One at a time, so that the caller may stop: each copies 2 MiB, and blocks until then.
         for page in range(-(-start // HUGE) * HUGE, end // HUGE * HUGE, HUGE):
@@ -142,10 +142,10 @@ def make_huge(address: Column, length: Column) -> Iterator[None]:
 
 
 class _Kernel:
-    """The two descriptors by which it is asked; of this process alone."""
+    """The two descriptors for its queries; of this process alone."""
 
     def __init__(self) -> None:
-        """Raises ``OSError``."""
+        """Raise ``OSError`` if the kernel refuses."""
         self.busy: Final = threading.Lock()
         with process.no_fork():
             self._watch = linux.open_write_watch()
@@ -164,7 +164,8 @@ class _Kernel:
             linux.protect_pages(self._watch, *_span(run), on=True)
 
     def unprotect(self, run: Run) -> None:
-        """Note none any more. Raises nothing: what was unmapped meanwhile is not protected."""
+        """Stop noting writes. Raises nothing: pages that were unmapped meanwhile are not
+        protected."""
         with contextlib.suppress(OSError):
             linux.protect_pages(self._watch, *_span(run), on=False)
 
@@ -184,8 +185,8 @@ def _span(run: Run) -> tuple[int, int]:
 
 
 def _check_may_register(run: Run) -> None:
-    """Raise ``OSError`` unless all of it is private memory, and there is room for more mappings:
-    what is registered is a mapping of its own."""
+    """Raise ``OSError`` unless all of it is private memory, and there is room for more mappings: a
+    registered range is a mapping of its own."""
     count, at = 0, run[0]
     with open(_MAPS, encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -204,7 +205,7 @@ _opened: _Kernel | OSError | None = None
 
 
 def _here() -> _Kernel | None:
-    """The kernel's way in this process; asked for once."""
+    """Return the kernel interface of this process, opened once."""
     global _opened
     with _opening:
         if _opened is None:
