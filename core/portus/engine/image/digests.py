@@ -1,4 +1,4 @@
-"""The digests of an image, as one record of its file, of a length that is known before the copy.
+"""The digests of an image, as one record of its file, with a length known before the copy.
 
 The record has the digest of each unit of each storage, one of everything else, and one of itself.
 Everything else is every byte of the file that no other digest covers: all bytes outside of the
@@ -37,12 +37,12 @@ HEAD: Final = Record(
 
 
 def record_length(lengths: Column) -> int:
-    """Bytes of the record for storages of these lengths."""
+    """Return the bytes of the record for storages of these lengths."""
     return HEAD.size + (int(unit_counts(lengths).sum()) + 1) * DIGEST_SIZE
 
 
 def pack(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
-    """The record of a file of ``size`` bytes."""
+    """Return the record of a file of ``size`` bytes."""
     units = int(unit_counts(lengths).sum())
     if digests.shape != (units, DIGEST_SIZE):
         raise UsageError(f"digests of an image: expected {units} units, found {digests.shape}")
@@ -53,14 +53,14 @@ def pack(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DigestRecord:
-    """What a record of digests says."""
+    """The fields of a record of digests."""
 
     digests: Digests
     rest: bytes
 
 
 def size_noted(record: bytes) -> int | None:
-    """Return the size of the file that a record speaks of; None for one that is damaged."""
+    """Return the size of the file that a record is of; None for a damaged record."""
     body, own = record[:-DIGEST_SIZE], record[-DIGEST_SIZE:]
     if len(body) < HEAD.size or digest(body) != own:
         return None
@@ -70,7 +70,7 @@ def size_noted(record: bytes) -> int | None:
 
 
 def unpack(record: bytes, size: int, lengths: Column, where: str) -> DigestRecord:
-    """What the record at ``where`` says of a file of ``size`` bytes with such storages.
+    """Return the record at ``where``, of a file of ``size`` bytes with such storages.
 
     Raises ``CorruptionError`` when it is damaged or is that of another file, and ``UsageError``
     when a later version of Portus wrote it.

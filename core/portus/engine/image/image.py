@@ -1,7 +1,7 @@
-"""``Image``: where every byte of a file will be, before any storage is copied.
+"""``Image``: the place of every byte of a file, before any storage is copied.
 
 An image is literal bytes and storages, each at a known offset. A format is a function from a state
-to an image; whoever writes images knows no format. Some literal bytes depend on the stored ones
+to an image; a writer of images knows no format. Some literal bytes depend on the stored ones
 (checksums, a directory that has them), so ``literals`` is called once all storages were copied. All
 places are known from the start, and so is the size of the file.
 """
@@ -21,7 +21,7 @@ Column = NDArray[np.int64]
 
 Digests = NDArray[np.uint8]
 """(units, 16) uint8: xxh3_128 of each unit (16 MiB) of each storage, one storage after another. An
-empty storage has one row, the digest of nothing."""
+empty storage has one row, the digest of no bytes."""
 
 Crcs = NDArray[np.uint32]
 """(n,) uint32: the CRC32 of each storage."""
@@ -44,9 +44,8 @@ class Image:
     """The layout of one file of ``size`` bytes.
 
     ``offset`` and ``length``: of each storage, in bytes; storages do not overlap, nor do literals.
-    ``literals``: given the digests and the CRCs of what was stored of each storage, returns all
-    bytes around them, in order of their offsets. Bytes that neither literals nor storages cover
-    are zero.
+    ``literals``: takes the digests and CRCs of the stored storages, and returns all bytes around
+    them, in order of their offsets. Bytes that neither literals nor storages cover are zero.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""The keys that lead to each storage, and the tensors over it, read from a pickle of torch without
+"""The keys of each storage in a state, and the tensors over it, read from a pickle of torch without
 running any of it."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from portus.engine.spec import TensorSpec
 
 
 class _PickledObject:
-    """Stands for whatever a pickle makes: keeps what it was made of."""
+    """Stands for any object that a pickle makes, and keeps the arguments."""
 
     def __new__(cls, *args: object, **kwargs: object) -> _PickledObject:
         made = super().__new__(cls)
@@ -42,10 +42,10 @@ class _PickledObject:
 
 
 _PLAIN: Final = frozenset({"_rebuild_tensor_v2", "_rebuild_parameter"})
-"""What rebuilds ordinary tensors."""
+"""The functions that rebuild ordinary tensors."""
 
 _TENSORS_MAX: Final = 1 << 22
-"""Places of tensors that are followed: a short pickle may have more of them than anyone can."""
+"""Places of tensors that are followed: a short pickle may have more than can be followed."""
 
 _STORED: Final = {
     "BFloat16Storage": "bfloat16",
@@ -61,11 +61,11 @@ _STORED: Final = {
     "LongStorage": "int64",
     "ShortStorage": "int16",
 }
-"""The dtypes of torch's classes of storages, but of those of bytes."""
+"""The dtypes of torch's classes of storages, except those of bytes."""
 
 
 class _Storage:
-    """A storage, as one tensor names it. ``view``: what else makes that tensor."""
+    """A storage, as one tensor names it. ``view``: the other arguments of that tensor."""
 
     def __init__(self, key: str, kind: object) -> None:
         self.key = key
@@ -92,10 +92,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _OrdinaryUnpickler(pickle.Unpickler):
-    """Makes nothing, and raises for what is not made of ordinary tensors and plain values."""
+    """Makes no objects, and raises for any that are not ordinary tensors and plain values."""
 
     loose = 0
-    """How many storages so far are in no tensor."""
+    """The number of storages so far that are in no tensor."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -117,8 +117,8 @@ class _OrdinaryUnpickler(pickle.Unpickler):
 
 
 def is_ordinary(data: bytes) -> bool:
-    """Whether all storages of a pickle of torch are in ordinary tensors, and nothing else in it is
-    an object; False if that cannot be seen fast."""
+    """Return whether all storages of a pickle of torch are in ordinary tensors, and all else in it
+    are plain values; False if that is slow to see."""
     unpickler = _OrdinaryUnpickler(io.BytesIO(data))
     try:
         unpickler.load()
@@ -128,8 +128,8 @@ def is_ordinary(data: bytes) -> bool:
 
 
 def storages_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
-    """The keys of the storages that a pickle of torch names, and the tensors over them, by their
-    places, as far as these can be followed; None if it is no pickle."""
+    """Return the keys of the storages that a pickle of torch names, and the tensors over them, by
+    their places, as far as these can be followed; None if it is no pickle."""
     unpickler = _Unpickler(io.BytesIO(data))
     try:
         found = [place.tensor for place in _places(unpickler.load())]
@@ -139,8 +139,8 @@ def storages_in(data: bytes) -> tuple[set[str], list[TensorSpec]] | None:
 
 
 class StoragePlace(NamedTuple):
-    """Keys that lead to a storage. ``is_plain``: through an ordinary tensor, of which the bytes of
-    a storage are all that loading it needs."""
+    """The keys of a storage in a state. ``is_plain``: in an ordinary tensor, which needs only the
+    bytes of a storage to load."""
 
     keys: tuple[Any, ...]
     stored: _Storage
@@ -162,7 +162,7 @@ class StoragePlace(NamedTuple):
 
     @property
     def tensor(self) -> TensorSpec | None:
-        """The tensor that is there; None if it is none, or of a dtype that is not known."""
+        """The tensor there; None if there is none, or one of an unknown dtype."""
         match self.stored.view:
             case (int(offset), tuple(sizes), tuple(strides), *others):
                 kinds = [getattr(each, "__name__", "") for each in (self.stored.kind, *others)]
@@ -175,9 +175,9 @@ class StoragePlace(NamedTuple):
 
 
 def storage_places(data: bytes) -> list[StoragePlace]:
-    """Return all places at which storages are, in order.
+    """Return all places of storages, in order.
 
-    ``data`` is a pickle of torch that was verified. What cannot be followed has no place.
+    ``data`` is a pickle of torch that was verified. Objects that cannot be followed have no place.
     """
     try:
         return _places(_Unpickler(io.BytesIO(data)).load())
@@ -193,7 +193,7 @@ def _places(state: object) -> list[StoragePlace]:
     while waiting:
         value, keys, is_plain = waiting.pop()
         if isinstance(value, _Storage):
-            # One that is in no tensor has no view: it is loaded as it is.
+            # A storage that is in no tensor has no view: it is loaded as it is.
             found.append(StoragePlace(keys, value, is_plain and value.view != ()))
             continue
         if id(value) in seen:

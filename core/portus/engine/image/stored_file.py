@@ -1,5 +1,5 @@
-"""``StoredFile``: where the storages of a checkpoint file are, whatever its format, and their
-digests."""
+"""``StoredFile``: the places and digests of the storages of a checkpoint file, whatever its
+format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """What is in a file.
+    """The contents of a file.
 
     ``keys``: of the storages, as the file has them; ``offset`` and ``length`` are columns in that
     order. ``digests``: of each unit of each storage in that order; None if the file has none, as
@@ -31,7 +31,7 @@ class StoredFile:
     digests: Digests | None
 
     def units(self, index: int) -> Iterator[tuple[int, int, bytes | None]]:
-        """Offset, length and digest of each unit of a storage."""
+        """Yield offset, length and digest of each unit of a storage."""
         first = int(unit_counts(self.length[:index]).sum())
         offset, length = int(self.offset[index]), int(self.length[index])
         for at, begin in enumerate(range(0, max(1, length), UNIT), first):
@@ -39,12 +39,12 @@ class StoredFile:
             yield offset + begin, min(UNIT, length - begin), noted
 
     def places_of(self, key: str) -> list[str]:
-        """Return where a storage is in the state, for messages."""
+        """Return the places of a storage in the state, for messages."""
         return [key]
 
     def verify(self, read: Read) -> None:
-        """Read all storages. Raises ``CorruptionError`` for one that is not as it was saved, as far
-        as the file can tell."""
+        """Read all storages. Raise ``CorruptionError`` for a storage that differs from the saved
+        one, as far as the file can show."""
         for index in range(len(self.keys)):
             self._verify(index, read)
 
@@ -59,7 +59,7 @@ class StoredFile:
 
 
 def exactly(read: Read, offset: int, length: int, name: str) -> bytes:
-    """Return ``length`` bytes. Raises ``CorruptionError`` if there are fewer."""
+    """Return ``length`` bytes. Raise ``CorruptionError`` if there are fewer."""
     data = read(offset, length)
     if len(data) != length:
         raise CorruptionError(f"{name}: byte {offset}: expected {length} bytes, found {len(data)}")

@@ -1,7 +1,6 @@
-"""A file of ``torch.save``, read without torch: where its pickle and storages are, and what
-verifies them.
+"""A file of ``torch.save``, read without torch: its pickle, its storages, and their checksums.
 
-Nothing in a file is trusted. Damage gives ``CorruptionError``; no number of a file makes a read
+Nothing in a file is trusted. Damage gives ``CorruptionError``; no number in a file makes a read
 that exceeds the file.
 """
 
@@ -52,12 +51,12 @@ class ZipRecord(NamedTuple):
     offset: int
     length: int
     crc: int
-    """As the zip notes it. torch does not verify it, and can be told not to compute it."""
+    """The CRC32 in the zip. torch does not verify it, and can be told not to compute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile(StoredFile):
-    """What is in a file of ``torch.save``.
+    """The contents of a file of ``torch.save``.
 
     ``keys``: as the pickle has them, "0" first. ``records``: all but the storages, by name.
     ``crc``: of each storage; one without digests is compared with it.
@@ -87,10 +86,10 @@ class TorchFile(StoredFile):
 
 
 def read_torch(read: Read, size: int, name: str) -> TorchFile:
-    """What is in the file ``name`` of ``size`` bytes.
+    """Return the contents of the file ``name`` of ``size`` bytes.
 
-    If it has digests, all of it but the storages is verified. Raises ``CorruptionError`` when it
-    is damaged or no such file.
+    If it has digests, all of it but the storages is verified. Raises ``CorruptionError`` when it is
+    damaged or no such file.
     """
     directory = _Directory(read, size, name)
     entries = directory.entries
@@ -135,7 +134,7 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
 def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
     """Return one record of the file ``name`` of ``size`` bytes; None if it has none such.
 
-    Reads the directory of the file and that record alone, which is compared with its CRC32. Raises
+    Reads only the directory of the file and that record, which is compared with its CRC32. Raises
     ``CorruptionError`` when they are damaged.
     """
     directory = _Directory(read, size, name)
@@ -149,7 +148,7 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
 
 
 def _in_order(key: str) -> tuple[int, str]:
-    """Numbers by their size; torch 1.6 had other keys."""
+    """Return a sort key: numbers by their size; torch 1.6 had other keys."""
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
 
 
@@ -185,7 +184,7 @@ class _Directory:
         )
 
     def _end(self) -> tuple[int, int, int]:
-        """Offset and length of the directory, and the number of its entries."""
+        """Return offset and length of the directory, and the number of its entries."""
         at = self._size - END.size
         if at < 0:
             self.bad(0, "a zip file", f"{END.size} bytes or more", self._size)
@@ -215,7 +214,7 @@ class _Directory:
                     self.bad(until, "the zip64 end record", narrow, wide)
         if start + length != until:
             self.bad(until, "the end of the directory", until, start + length)
-        # Checked before a list of so many entries is made.
+        # Checked before a list of that many entries is made.
         if count * CENTRAL.size > length:
             self.bad(until, "entries of the directory", f"{length} bytes at most", count)
         return start, length, count
@@ -249,7 +248,7 @@ class _Directory:
             self.bad(self._start + place, "the end of the directory", len(raw), place)
 
     def _wide(self, extra: bytes, values: tuple[int, ...], at: int) -> list[int]:
-        """The sizes and the offset, from the zip64 field where 32 bits do not hold them."""
+        """Return the sizes and the offset, from the zip64 field where 32 bits do not hold them."""
         found = list(values)
         needed = [index for index, value in enumerate(values) if value == LIMIT32]
         place = 0
@@ -267,7 +266,7 @@ class _Directory:
         return found
 
     def data(self) -> dict[str, int]:
-        """Where the data of each record begins. No two records overlap."""
+        """Return the offset of the data of each record. No two records overlap."""
         found = {}
         end = 0
         # In order of their places, each after the end of the one before: no byte is in two.
@@ -278,7 +277,7 @@ class _Directory:
         return found
 
     def begin(self, entry: _CentralEntry, least: int = 0) -> int:
-        """Where the data of a record begins, whose header is at ``least`` or behind it."""
+        """Return the offset of the data of a record, whose header is at ``least`` or later."""
         at = entry.header_at
         if at < least or at + LOCAL.size > self._start:
             self.bad(entry.at, f"where {entry.name} begins", f"{least} to {self._start}", at)
@@ -298,7 +297,7 @@ class _Directory:
     def verify(
         self, central: _CentralEntry, record: ZipRecord, offset: Column, length: Column
     ) -> Digests:
-        """The digests of all units, after everything but the storages was verified."""
+        """Return the digests of all units, after verifying everything except the storages."""
         where = f"{self._name}: byte {record.offset}"
         payload = exactly(self._read, record.offset, record.length, self._name)
         noted = unpack(payload, self._size, length, where)

@@ -1,8 +1,8 @@
-"""The zip file of ``torch.save``, laid out: equal to torch's byte for byte to the last storage.
+"""The zip file of ``torch.save``, laid out: equal to torch's byte for byte up to the last storage.
 
 The records: the pickle, some small ones of torch, one for each storage, then one of ours with the
-digests, torch's version of the format and its id. What differs between versions of torch is a
-``TorchFormat``, which the client finds out from the torch that runs.
+digests, torch's version of the format and its id. The differences between versions of torch are in
+a ``TorchFormat``, which the client derives from the torch that runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PICKLE: Final = "data.pkl"
 STORAGES: Final = "data/"
 DIGESTS: Final = ".portus/digests"
 NOTE: Final = ".portus/note"
-"""What whoever saved it noted: for a ``Checkpointer``, the time and the metrics."""
+"""The record of a note by the saver: for a ``Checkpointer``, the time and the metrics."""
 VERSION: Final = "version"
 SERIALIZATION_ID: Final = ".data/serialization_id"
 
@@ -37,11 +37,11 @@ LIMIT16: Final = 0xFFFF
 LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
 LOCAL_MAGIC: Final = 0x04034B50
 ZIP: Final = LOCAL_MAGIC.to_bytes(4, "little")
-"""How a zip file begins."""
+"""The first bytes of a zip file."""
 CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
 CENTRAL_MAGIC: Final = 0x02014B50
 CENTRAL_CRC: Final = 16
-"""Where the CRC32 is in an entry of the central directory."""
+"""The offset of the CRC32 in an entry of the central directory."""
 END64: Final = struct.Struct("<IQHHIIQQQQ")
 END64_MAGIC: Final = 0x06064B50
 LOCATOR: Final = struct.Struct("<IIQI")
@@ -52,7 +52,7 @@ DESCRIPTOR: Final = struct.Struct("<IIII")
 DESCRIPTOR64: Final = struct.Struct("<IIQQ")
 DESCRIPTOR_MAGIC: Final = 0x08074B50
 DESCRIPTOR_CRC: Final = 4
-"""Where the CRC32 is in a data descriptor."""
+"""The offset of the CRC32 in a data descriptor."""
 ZIP64: Final = 1
 """The id of the extra field with 64-bit sizes and offsets."""
 _EXTRA: Final = struct.Struct("<HH")
@@ -65,11 +65,11 @@ _WITH_DESCRIPTOR: Final = 0x0808
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFormat:
-    """What differs between versions and configurations of torch.
+    """The differences between versions and configurations of torch.
 
     ``records``: between the pickle and the storages. ``sorted_as_text``: storages are in the file
-    in the order of their keys as text ("0", "1", "10", "2"), as torch 2.6 writes them.
-    ``version``: the bytes of the record of that name.
+    in the order of their keys as text ("0", "1", "10", "2"), as torch 2.6 writes them. ``version``:
+    the bytes of the record of that name.
     """
 
     records: tuple[tuple[str, bytes], ...]
@@ -85,12 +85,12 @@ class TorchFormat:
             )
 
     def order(self, count: int) -> Sequence[int]:
-        """The storages in the order of the file."""
+        """Return the storages in the order of the file."""
         return sorted(range(count), key=str) if self.sorted_as_text else range(count)
 
 
 def archive_name(path: str) -> str:
-    """The name of the archive inside the file that torch writes to ``path``: its stem, and
+    """Return the name of the archive inside the file that torch writes to ``path``: its stem, and
     ``"archive"`` where torch does without the name (not ASCII) or refuses it (no stem)."""
     if not path.isascii():
         return "archive"
@@ -102,10 +102,9 @@ def archive_name(path: str) -> str:
 def torch_image(
     *, archive: str, pickle: bytes, lengths: Column, torch_format: TorchFormat, note: bytes = b""
 ) -> Image:
-    """The image of a file of ``torch.save``: ``pickle`` and storages of ``lengths`` bytes.
+    """Return the image of a file of ``torch.save``: ``pickle`` and storages of ``lengths`` bytes.
 
-    Storage i has the key "i" in the pickle. note: the bytes of a record behind the
-    storages, if any.
+    Storage i has the key "i" in the pickle. note: the bytes of a record after the storages, if any.
     """
     count = len(lengths)
     order = np.array(torch_format.order(count), np.int64)
@@ -141,29 +140,29 @@ def torch_image(
 
 
 def _serialization_id(pickle: bytes, digests: Digests) -> bytes:
-    """Forty decimal digits, like torch's id, that say what the file contains."""
+    """Return forty decimal digits, like torch's id, that depend on the contents of the file."""
     content = xxhash.xxh3_128(pickle)
     content.update(digests.tobytes())
     return b"%040d" % int.from_bytes(content.digest(), "big")
 
 
 def _lengths(records: Iterable[tuple[str, bytes]]) -> Column:
-    """Bytes of the name and of the data of each."""
+    """Return the bytes of the name and of the data of each record."""
     return np.array([(len(name), len(data)) for name, data in records], np.int64)
 
 
 def _digits(numbers: Column) -> Column:
-    """How many decimal digits each has."""
+    """Return the number of decimal digits of each number."""
     tens = 10 ** np.arange(1, 19)
     digits: Column = np.searchsorted(tens, numbers, "right") + 1
     return digits
 
 
 class _Records:
-    """Where the records of a zip file are: all at once, so that a call does not go through them.
+    """The places of the records of a zip file, as columns, so that a call needs no loop over them.
 
-    names: the length of each, in bytes, without the archive's. stored: those whose data somebody
-    else writes.
+    names: the length of each, in bytes, without the archive's. stored: those whose data is written
+    by other code.
     """
 
     def __init__(
@@ -174,7 +173,7 @@ class _Records:
         self.names: Final = names + len(archive) + 1
         self.large: Final = sizes >= LIMIT32
         self.far = np.zeros(len(sizes), np.bool_)
-        while True:  # what is beyond 4 GiB has longer headers, which push others beyond
+        while True:  # records beyond 4 GiB have longer headers, which push others beyond
             fields = 16 * self.large + 8 * self.far
             wide = self.names + np.where(fields, _EXTRA.size + fields, 0)
             before = LOCAL.size + wide + _EXTRA.size
@@ -193,7 +192,7 @@ class _Records:
         self.directory_at: Final = int(ends[-1])
         self.directory_size: Final = int(directory[-1])
         self.central_at: Final = self.directory_at + np.append(0, directory[:-1])
-        """Where the entry of each in the directory is."""
+        """The offset of each record's entry in the directory."""
         end = self.directory_at + self.directory_size
         self.end: Final = end + END64.size + LOCATOR.size + END.size
 
@@ -212,7 +211,7 @@ class _ZipBytes:
         """Bytes of storages up to the end of each record: in the file, and not among these."""
         self._before: Final = self._after - stored
         self._all: Final = int(self._after[-1])
-        # What is written over by nothing is padding before data.
+        # Bytes that nothing overwrites are padding before data.
         self._bytes: Final = bytearray(b"Z") * (records.end - self._all)
         self._written: Final = np.frombuffer(self._bytes, np.uint8)
         named = np.array([name.encode() for name in names], np.object_)
@@ -229,8 +228,8 @@ class _ZipBytes:
         self._bytes[at : at + len(data)] = data
 
     def add_digests(self, record: int, lengths: Column, units: Digests) -> None:
-        """Put that record in its place, when all others are there. lengths: of the storages. units:
-        the digests of their units."""
+        """Put the record of digests in its place, when all others are there. lengths: of the
+        storages. units: the digests of their units."""
         records = self._records
         size, data_at = int(records.sizes[record]), int(records.data_at[record])
         crcs_at = (data_at + size + DESCRIPTOR_CRC, int(records.central_at[record]) + CENTRAL_CRC)
@@ -245,7 +244,7 @@ class _ZipBytes:
             _CRC.pack_into(self._bytes, at - self._all, zlib.crc32(digests))
 
     def literals(self) -> list[Literal]:
-        """Return all of them, cut where storages are."""
+        """Return all bytes, cut where storages are."""
         cut = np.flatnonzero(self._after > self._before)
         end, behind = self._records.data_at[cut], self._after[cut]
         begins = [0, *(end + behind - self._before[cut]).tolist()]
@@ -254,11 +253,11 @@ class _ZipBytes:
         return [Literal(at, bytes(data[at - past : until - past])) for at, until, past in rows]
 
     def _write(self, alike: Column, names: NDArray[np.bytes_], crcs: Column) -> None:
-        """The headers, descriptors and entries of records of a kind."""
+        """Write the headers, descriptors and entries of records of a kind."""
         records, one = self._records, alike[0]
         size, header_at = records.sizes[alike], records.header_at[alike]
         data_at, count, length = records.data_at[alike], len(alike), int(records.names[one])
-        # What does not fit in 32 bits. torch leaves the compressed size in a header at zero.
+        # Sizes beyond 32 bits. torch leaves the compressed size in a header at zero.
         noted = [size, np.zeros_like(size)] * bool(records.large[one])
         noted += [header_at] * bool(records.far[one])
         extra = struct.Struct("<HH" + "Q" * len(noted))
@@ -268,7 +267,7 @@ class _ZipBytes:
         flags = _WITH_DESCRIPTOR if size[0] else _UTF8
         padding = data_at - header_at - LOCAL.size - length - sized - _EXTRA.size
         extras = sized + _EXTRA.size + padding
-        if (extras > LIMIT16).any():  # numpy would cut it off without a word
+        if (extras > LIMIT16).any():  # numpy would truncate it silently
             raise UsageError("a zip file: padding to storage_alignment of torch is too long for it")
         local = [_rows(LOCAL, count, LOCAL_MAGIC, 0, flags, 0, 0, 0, 0, 0, 0, length, extras), text]
         low, low_at = np.minimum(size, LIMIT32), np.minimum(header_at, LIMIT32)
@@ -304,7 +303,7 @@ class _ZipBytes:
 
 
 def _rows(form: struct.Struct, count: int, *columns: Column | int) -> NDArray[np.uint8]:
-    """What ``form`` packs of each row: (count, size of it) uint8."""
+    """Return the bytes that ``form`` packs of each row: (count, size of it) uint8."""
     made = np.empty(count, ",".join(f"<{each}" for each in form.format[1:]))
     for name, column in zip(made.dtype.names or (), columns, strict=True):
         made[name] = column

@@ -1,4 +1,4 @@
-"""Whether a file is as it was saved, whatever its format: a start restores no other."""
+"""The test whether a file is as it was saved, whatever its format: a start restores no other."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors")
 
 
 class ShardFile(NamedTuple):
-    """A file of a sharded checkpoint. verify: reads all that has digests."""
+    """A file of a sharded checkpoint. verify: reads all bytes with digests."""
 
     has_digests: bool
     verify: Callable[[Read], object]
 
 
 def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
-    """Return what is known of a file of a sharded checkpoint, by its name; None for another one.
-    Raises ``CorruptionError``."""
+    """Return the facts of a file of a sharded checkpoint, by its name; None for another one. Raises
+    ``CorruptionError``."""
     if not path.endswith(_OF_SHARDS):
         return None
     found: ShardFile | None = extension(SHARD_OF)(read, size, path)
@@ -35,9 +35,9 @@ def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
 
 
 def is_whole(number: int, path: str) -> bool:
-    """True if the open file is a checkpoint all of whose bytes are as they were saved, or a
-    pointer that is not known to lead to nothing, or one of the other files beside checkpoints,
-    which nothing verifies. path: where it is to be."""
+    """Return True if the open file is a checkpoint with all bytes as they were saved, or a pointer
+    not known to refer to a removed version, or one of the other files beside checkpoints, which
+    nothing verifies. path: its future place."""
 
     def read(offset: int, length: int) -> bytes:
         return os.pread(number, length, offset)

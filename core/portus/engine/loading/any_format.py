@@ -23,7 +23,7 @@ from portus.errors import printable
 class FileFormat(NamedTuple):
     """A format of checkpoint files. Each function takes the path of a file for messages.
 
-    load: see ``load_opened``. outline: returns where everything is in a file. note,
+    load: see ``load_opened``. outline: returns the places of everything in a file. note,
     has_digests: see ``note_of`` and ``has_digests_in``.
     """
 
@@ -39,7 +39,7 @@ _TORCH: Final = FileFormat(load_torch, read_torch, note_of_torch, has_digests_of
 def load_opened(
     file: OpenFile, where: str, names: Patterns, *, verify: bool, settings: dict[str, Any]
 ) -> Any:
-    """Return what is in an open file; see ``load_file``. where: its path, for messages."""
+    """Return the state in an open file; see ``load_file``. where: its path, for messages."""
     return _format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
 
 
@@ -74,7 +74,7 @@ def has_digests_in(file: OpenFile, where: str) -> bool:
 
 
 def _format_of(read: Read, name: str) -> FileFormat:
-    """Return the format of a file, by its first bytes, or its name if they say nothing."""
+    """Return the format of a file, by its first bytes, or its name if those do not tell."""
     found: FileFormat | None = None
     if read(0, len(ZIP)) != ZIP:
         found = extension(OTHER_FORMAT)(read, name)
@@ -82,7 +82,7 @@ def _format_of(read: Read, name: str) -> FileFormat:
 
 
 def outline_file(read: Read, size: int, name: str) -> StoredFile:
-    """Return where everything is in the file that ``read`` reads."""
+    """Return the places of everything in the file that ``read`` reads."""
     return _format_of(read, name).outline(read, size, name)
 
 

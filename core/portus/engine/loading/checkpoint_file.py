@@ -1,4 +1,4 @@
-"""The checkpoint file at a path, or the one in a pool that a pointer there leads to."""
+"""The checkpoint file at a path, or the one in a pool that a pointer there refers to."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def load_file(
     verify: bool = True,
     **settings: Any,
 ) -> Any:
-    """Return what is in the file at ``path``, verified if the file has digests: of a safetensors
-    file the tensors by their names, else what ``torch.load`` returns.
+    """Return the state in the file at ``path``, verified if the file has digests: of a safetensors
+    file the tensors by their names, else the result of ``torch.load``.
 
-    names: shell patterns of key paths: only the storages of what matches are read, and of dicts,
-        lists and tuples only that is returned, with None for what a list or tuple lacks.
+    names: shell patterns of key paths: only matching storages are read, and only matching parts of
+        dicts, lists and tuples returned, with None for what a list or tuple lacks.
     verify: False compares no digests of storages.
     settings: those of ``torch.load``. With ``mmap`` the whole file is read and verified first.
 
     Blocks. Raises ``CorruptionError``, ``MediumError``, ``UsageError`` for a pattern that matches
-    nothing, and what ``torch.load`` raises.
+    nothing, and the errors of ``torch.load``.
     """
     where = os.fspath(path)
     if os.path.isdir(where):
@@ -57,7 +57,7 @@ def restore_file(
     path: str | os.PathLike[str], state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the file of torch at ``path`` over the tensors of ``state``, and set its other leaves;
-    see ``over.restore_over``, also for what is returned and raised.
+    see ``over.restore_over``, also for the result and the errors.
 
     Storages are read straight into tensors that are plain blocks of memory.
     """
@@ -66,7 +66,7 @@ def restore_file(
 
 
 def read_note(path: str | os.PathLike[str]) -> bytes | None:
-    """Return what whoever saved a file noted in it; None if nothing. Reads little of the file.
+    """Return the note in a file, by its saver; None if there is none. Reads little of the file.
     Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
     return use_file(where, lambda file: note_of(file, where))
@@ -80,10 +80,11 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
 
 
 def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
-    """Read every byte of a file and compare it with the digests in it; how many bytes. Of a stock
-    file of torch the CRCs of the zip are compared; one of safetensors has nothing to compare with.
+    """Read every byte of a file and compare it with the digests in it; return their number. A stock
+    file of torch is compared with the CRCs of its zip; one of safetensors has nothing to compare
+    with.
 
-    pace: at which it is read; what is cached of the file is read from the disk then. Raises
+    pace: a limit of the rate; cached bytes of the file are read from the disk then. Raises
     ``CorruptionError``, ``MediumError``.
     """
     where = os.fspath(path)
@@ -91,8 +92,8 @@ def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
 
 
 def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
-    """Return what ``act`` gives for the file at a path, or for the file in a pool that a pointer
-    there leads to. as_torch: see ``open_file``."""
+    """Return the result of ``act`` for the file at a path, or for the file in a pool that a pointer
+    there refers to. as_torch: see ``open_file``."""
     with open_file(where, as_torch=as_torch) as file:
         if file.size > POINTER_MAX or not is_pointer(reads(file)(0, file.size)):
             return act(file)

@@ -15,28 +15,28 @@ from portus.errors import CorruptionError, MediumError, StaleError, TransportErr
 _log: Final = logging.getLogger("portus")
 
 _TRIES: Final = 5
-"""A load starts again when what it found was removed under it, this often."""
+"""The most times that a load starts again because its checkpoint was removed meanwhile."""
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
 
 
 class StepSource(Protocol):
-    """A committed checkpoint. As text: what the log calls it."""
+    """A committed checkpoint. As text: its name in the log."""
 
     def load(self, names: Patterns, *, verify: bool, **settings: Any) -> Any:
-        """Return the state, or what of it matches; see ``Checkpointer.load``. Raises
-        ``StaleError`` if it was removed meanwhile."""
+        """Return the state, or its matching part; see ``Checkpointer.load``. Raises ``StaleError``
+        if it was removed meanwhile."""
 
     def restore_into(self, state: object, options: RestoreOptions) -> RestoreReport:
-        """Copy it over ``state``; see ``Checkpointer.restore_into``. Raises as ``load``."""
+        """Copy the checkpoint over ``state``; see ``Checkpointer.restore_into``. Raises as
+        ``load``."""
 
 
 def use_newest(choose: Callable[[], Sequence[Found]], use: Callable[[Found], Result]) -> Result:
-    """Return what ``use`` gives for the last of what ``choose`` returns that verifies; older ones
+    """Return the result of ``use`` for the last checkpoint of ``choose`` that verifies. Older ones
     are used only with an error in the log (V4). Raises the error of the newest damaged one if none
-    verifies, and ``StaleError`` if each time what was chosen was removed meanwhile.
-    """
+    verifies, and ``StaleError`` if the chosen one was removed meanwhile each time."""
     for _ in range(_TRIES - 1):
         # Chosen anew each time: a training removes checkpoints while this loads them.
         with contextlib.suppress(StaleError, TransportError):

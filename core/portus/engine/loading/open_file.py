@@ -47,14 +47,14 @@ class OpenFile(Protocol):
 
     @property
     def medium(self) -> Medium:
-        """What has its bytes."""
+        """The medium that has its bytes."""
 
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
-        """Return where on the medium the bytes of these ranges are, end to end: offsets and
+        """Return the places on the medium of the bytes of these ranges, end to end: offsets and
         lengths."""
 
     def announce(self, offset: Column, length: Column) -> None:
-        """Say which ranges are read next, in which order: a file elsewhere may read ahead."""
+        """Note the ranges to be read next, in their order: a remote file may read ahead."""
 
     def load(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``; all of it is in the file."""
@@ -62,7 +62,7 @@ class OpenFile(Protocol):
 
 @contextlib.contextmanager
 def open_file(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
-    """A file at a path. as_torch: of a missing one, raise what torch raises."""
+    """Yield the open file at a path. as_torch: for a missing one, raise the error of torch."""
     try:
         descriptor = Descriptor(where, os.O_RDONLY)
     except OSError as error:
@@ -75,7 +75,7 @@ def open_file(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
 
 
 def reads(file: OpenFile) -> Read:
-    """Return what reads an open file."""
+    """Return a function that reads an open file."""
 
     def read(offset: int, length: int) -> bytes:
         target = memoryview(bytearray(max(0, min(length, file.size - offset))))

@@ -10,11 +10,12 @@ _loaded: Final[dict[str, VersionInfo]] = {}
 
 
 def note_loaded(info: VersionInfo) -> None:
-    """Note that a version was loaded; of a model the newest load counts."""
+    """Note that a version was loaded; the newest load of each model counts."""
     _loaded[info.model] = info
 
 
 def take_loaded(model: str) -> tuple[bytes, int] | None:
-    """The token and the step of the version that was loaded, and forget it; None if none was."""
+    """Return the token and the step of the version that was loaded, and forget it; None if none
+    was."""
     info = _loaded.pop(model, None)
     return None if info is None else (info.token, info.step)

@@ -1,7 +1,7 @@
-"""A stored state, copied over the tensors of a state that is there.
+"""A stored state, copied over the tensors of an existing state.
 
 Everything is verified before anything is copied, and hashed again where it arrives: if it does not
-verify, the tensors are untouched. What stores it, a pool or a file, is a ``StoredState``.
+verify, the tensors are untouched. A pool or a file, as a ``StoredState``, has the state.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INTEGERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """How a stored state is copied over another one: see ``Checkpointer.restore_into``. ``verify``:
-    False compares no digests of storages."""
+    """Options of a copy of a stored state over another one: see ``Checkpointer.restore_into``.
+    ``verify``: False compares no digests of storages."""
 
     strict: bool = True
     names: Patterns = None
@@ -46,7 +46,7 @@ class StorageSource(Protocol):
 
     @property
     def lengths(self) -> Column:
-        """The length of each, in bytes."""
+        """The length of each storage, in bytes."""
 
     def fetch_into(self, wanted: Column, address: Column) -> None:
         """Copy these storages to memory, verified. Raises ``CorruptionError``."""
@@ -57,15 +57,15 @@ class StoredState(StorageSource, Protocol):
 
     @property
     def outline(self) -> object:
-        """The state, whose plain tensors have memory that nobody has filled."""
+        """The state, whose plain tensors have memory without their bytes."""
 
     @property
     def contents(self) -> StateContents:
-        """What is in it; storages are those of this."""
+        """The contents of the outline, over its storages."""
 
     @property
     def where(self) -> str:
-        """What errors call it."""
+        """The name of the state, for errors."""
 
     def check(self, wanted: Column) -> None:
         """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
@@ -88,13 +88,13 @@ def fetch_storages(stored: StorageSource, wanted: Column) -> list[torch.UntypedS
 def restore_over(
     stored: StoredState, state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Copy what is stored over the tensors of ``state``, and set its other leaves. Return the
-    tensors of ``state`` that it lacks, and those of it that ``state`` lacks.
+    """Copy a stored state over the tensors of ``state``, and set its other leaves. Return the
+    tensors of ``state`` that the stored one lacks, and the reverse.
 
-    Raises ``UsageError`` listing what is missing, unexpected or of another shape (``strict``;
-    shapes always), for tensors that share memory and have different values stored, for a table
-    that is in another pool, for a pattern that matches nothing; ``CorruptionError``; then ``state``
-    is untouched.
+    Raises ``UsageError`` listing tensors that are missing, unexpected or of another shape
+    (``strict``; shapes always), for tensors that share memory and have different values stored, for
+    a table that is in another pool, for a pattern that matches nothing; ``CorruptionError``; then
+    ``state`` is untouched.
     """
     keep = matcher(options.names)
     complete = options.strict and keep is None and options.rename is None
@@ -182,8 +182,8 @@ class _Pairs:
         self._where = stored.where
 
     def refuse_elsewhere(self) -> None:
-        """Raise ``UsageError`` if what is asked for, or its place in the state, is a table in
-        another pool: it would stay as it is, beside what is copied."""
+        """Raise ``UsageError`` if a requested value, or its place in the state, is a table in
+        another pool: it would stay as it is, beside the copied values."""
         (saved, here), keep = self._elsewhere, self._keep
         into = {*self.unexpected, *(_rename(spec.name, self._rename) for spec, _ in self.found)}
         found = [
@@ -204,7 +204,7 @@ class _Pairs:
             )
 
     def complain(self, strict: bool) -> None:
-        """Raise ``UsageError`` if they do not fit."""
+        """Raise ``UsageError`` if the pairs do not fit."""
         lines = list(self._misshapen)
         if strict and self.missing:
             lines.append(f"missing in the version: {', '.join(self.missing)}")
@@ -217,22 +217,22 @@ class _Pairs:
 
 
 def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor that looks at ``storage`` as ``spec`` says; no copy, no gradient."""
+    """Return a tensor over ``storage``, laid out as ``spec``; no copy, no gradient."""
     dtype: torch.dtype = getattr(torch, spec.dtype)
     blank = torch.empty(0, dtype=dtype, device=storage.device)
     return blank.set_(storage, spec.offset, spec.shape, spec.strides)
 
 
 def _as_seen(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the tensor with its lazy bits: what is copied to it reads back as it was."""
+    """Return the tensor with its lazy bits: values copied to it read back unchanged."""
     tensor = view_of(spec, storage)
     tensor = tensor.conj() if spec.conjugate else tensor
     return torch._neg_view(tensor) if spec.negative else tensor
 
 
 def _takes(target: str, saved: str) -> bool:
-    """True if a tensor of dtype ``target`` may be filled with values of ``saved``, rounded at most:
-    no fraction, imaginary part, or high byte is dropped."""
+    """Return True if a tensor of dtype ``target`` may be filled with values of ``saved``, rounded
+    at most: no fraction, imaginary part, or high byte is dropped."""
     if target == saved or saved not in DTYPES:
         return True
     ours, theirs = DTYPES[target], DTYPES[saved]
@@ -243,7 +243,7 @@ def _takes(target: str, saved: str) -> bool:
 
 
 def _repeated_dims(spec: TensorSpec) -> set[int]:
-    """Dimensions along which all elements are one place in memory."""
+    """Return the dimensions along which all elements are one place in memory."""
     rows = enumerate(zip(spec.shape, spec.strides, strict=True))
     return {index for index, (size, stride) in rows if size > 1 and stride == 0}
 
@@ -261,8 +261,8 @@ def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> 
 
 
 def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
-    """Fetch straight to where they go the storages whose every tensor is the whole of it, at one
-    place that is no other's; which these were."""
+    """Fetch storages straight to their place, if every tensor of a storage is the whole of it, at
+    one place that no other shares. Return their indices."""
     lengths = stored.lengths
     blocks = {
         index: users[0][1]
@@ -290,14 +290,14 @@ def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
 
 
 def carry_out(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
+    """Return ``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
     tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
     return -tensor if spec.negative else tensor
 
 
 def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
-    """True if ``target`` is a plain block of memory with just the bytes of the storage. Of another
-    class than torch's own, memory may be elsewhere."""
+    """Return True if ``target`` is a plain block of memory with just the bytes of the storage. A
+    tensor of another class than torch's own may have its memory elsewhere."""
     return (
         type(target) is torch.Tensor  # a subclass may keep its bytes elsewhere
         and target.device.type == "cpu"

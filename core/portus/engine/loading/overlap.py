@@ -1,7 +1,7 @@
-"""Tensors of a state that share memory: what a version has for one must be what it has for all.
+"""Tensors of a state that share memory: a version must have the same values for all of them.
 
 Weights are tied in one model and not in another, and views are cut differently. Copied one after
-another, the last tensor would win, and the others have values that nobody saved.
+another, the last tensor would win, and the others would have values that were never saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec
 
 Pair = tuple[TensorSpec, torch.Tensor]
-"""A tensor of a version, and the tensor of the state that it goes over."""
+"""A tensor of a version, and the tensor of the state that it is copied over."""
 
 
 def overlapping(address: Column, length: Column) -> npt.NDArray[np.bool_]:
@@ -30,8 +30,8 @@ def overlapping(address: Column, length: Column) -> npt.NDArray[np.bool_]:
 
 
 def doubtful_pairs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
-    """Yield pairs that share memory in another way than in the version: for these alone values need
-    to be read, to see whether there is a ``contradiction``."""
+    """Yield pairs that share memory in another way than in the version: only their values need to
+    be read, to see whether there is a ``contradiction``."""
     by_memory: dict[tuple[str, int], list[Pair]] = {}
     for spec, target in pairs:
         if target.numel():
@@ -43,7 +43,7 @@ def doubtful_pairs(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 
 def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values, converted to the dtype of ``target``; of what ``target`` repeats, once."""
+    """Copy values, converted to the dtype of ``target``; elements that ``target`` repeats, once."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim]:
             source, target = source.narrow(dim, 0, 1), target.narrow(dim, 0, 1)
@@ -51,7 +51,7 @@ def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _doubtful(users: list[Pair]) -> list[Pair]:
-    """Return the pairs that may overlap, and not as they did when they were saved."""
+    """Return the pairs that may overlap in another way than when they were saved."""
     if len({_shift(spec, target) for spec, target in users}) == 1 and all(map(_alike, users)):
         return []
     address = np.array([target.data_ptr() for _, target in users], np.int64)
@@ -65,25 +65,26 @@ def _doubtful(users: list[Pair]) -> list[Pair]:
 
 
 def _shift(spec: TensorSpec, target: torch.Tensor) -> tuple[int, int]:
-    """Return the storage that ``target`` copies, and how far it was moved in it, in bytes."""
+    """Return the storage that ``target`` copies, and its shift within that, in bytes."""
     offset = int(target.storage_offset()) - spec.offset
     return spec.storage, offset * target.element_size()
 
 
 def _alike(user: Pair) -> bool:
-    """True if elements are as far from each other as they were, and as wide."""
+    """Return True if elements have the same distances as when they were saved, and the same
+    width."""
     spec, target = user
     return target.stride() == spec.strides and str(target.dtype) == f"torch.{spec.dtype}"
 
 
 def _extent(target: torch.Tensor) -> int:
-    """Bytes from its first element to behind its last."""
+    """Return the bytes from the first element of a tensor to the end of its last."""
     steps = zip(target.shape, target.stride(), strict=True)
     return (sum((size - 1) * stride for size, stride in steps) + 1) * target.element_size()
 
 
 def _is_folded(target: torch.Tensor) -> bool:
-    """True if several of its elements may be one place, but for those that are repeated."""
+    """Return True if several elements of a tensor may be one place, except for repeated ones."""
     reach = 1
     for stride, size in sorted(zip(target.stride(), target.shape, strict=True)):
         if stride and size > 1:
@@ -116,7 +117,7 @@ def contradiction(users: Sequence[Pair], values: Sequence[torch.Tensor]) -> tupl
 
 
 def _in(memory: torch.UntypedStorage, target: torch.Tensor) -> torch.Tensor:
-    """``target``, but in a copy of its memory."""
+    """Return ``target``, but in a copy of its memory."""
     blank = torch.empty(0, dtype=target.dtype, device=memory.device)
     tensor = blank.set_(memory, target.storage_offset(), target.shape, target.stride())
     tensor = tensor.conj() if target.is_conj() else tensor
@@ -124,7 +125,7 @@ def _in(memory: torch.UntypedStorage, target: torch.Tensor) -> torch.Tensor:
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors of a shape and dtype have the same bits, NaNs too."""
+    """Return whether two tensors of a shape and dtype have the same bits, NaNs too."""
     one, other = (
         each.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
         for each in (left, right)

@@ -1,4 +1,4 @@
-"""Shell patterns of key paths: which part of a state is meant."""
+"""Shell patterns of key paths: they select a part of a state."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Patterns = str | Sequence[str] | None
 
 _NEAR_MAX: Final = 5
 _HEADS_MAX: Final = 2000
-"""Key paths that an error names, and looks at, for one that is not there."""
+"""Key paths that the error for a missing one names, and searches."""
 
 _DROPPED: Final = object()
 
 _SINGLE: Final = frozenset({type(None), bool, int, float, str})
-"""A list or tuple of nothing but these is one leaf, as in ``engine.state.walk``, which is heavy."""
+"""A list or tuple of only these is one leaf, as in ``engine.state.walk``, which is heavy."""
 
 
 class Matcher:
-    """Whether a key path matches one of some shell patterns, or lies below what one matches."""
+    """Matches key paths with some shell patterns; a path below a matching one matches too."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns: Final = list(patterns)
@@ -40,13 +40,13 @@ class Matcher:
         return bool(found)
 
     def complain(self, where: str) -> None:
-        """Raise ``UsageError`` if a pattern matched nothing of what was asked about so far."""
+        """Raise ``UsageError`` if a pattern has matched no key path so far."""
         for pattern in self._patterns:
             if pattern in self._unmet:
                 raise UsageError(f"{where}: no key path matches {pattern!r}; {self._near(pattern)}")
 
     def _near(self, pattern: str) -> str:
-        """What may have been meant: paths, and what they lie below, as deep as the pattern."""
+        """Return paths that may have been meant, cut to the depth of the pattern."""
         stem = pattern.removesuffix(".*")
         depth = stem.count(".") + 1
         heads = list(dict.fromkeys(".".join(each.split(".")[:depth]) for each in self._seen))
@@ -58,8 +58,8 @@ class Matcher:
 
 
 def matcher(names: Patterns) -> Matcher | None:
-    """Return a matcher of the patterns that a user gave; None for all key paths. Raises
-    ``UsageError`` for what is no pattern."""
+    """Return a matcher of the patterns that a user gave; None for all key paths. Raise
+    ``UsageError`` for a value that is no pattern."""
     if names is None:
         return None
     given: Any = names
@@ -71,8 +71,8 @@ def matcher(names: Patterns) -> Matcher | None:
 
 
 def part_of(state: Any, keep: Matcher) -> Any:
-    """What of a state matches: other entries of dicts disappear, and in lists and tuples None is in
-    the place of what does not."""
+    """Return the matching part of a state: other entries of dicts disappear, and other items of
+    lists and tuples become None."""
     return _part(state, keep, ())
 
 

@@ -1,4 +1,4 @@
-"""What a restore in place did."""
+"""The report of a restore in place."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from portus.engine.spec import VersionInfo
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What ``restore_into`` did. ``missing``: tensors of the state that the version lacks, left as
-    they were. ``unexpected``: tensors of the version that the state lacks."""
+    """The result of ``restore_into``. ``missing``: tensors of the state that the version lacks,
+    left as they were. ``unexpected``: tensors of the version that the state lacks."""
 
     version: VersionInfo
     missing: tuple[str, ...]

@@ -43,7 +43,7 @@ class StoredBytes:
         return Sources(address=address, length=length, extent_offset=offset, extent_length=held)
 
     def _compare(self, indices: Column, stored: Digests) -> None:
-        """Raise ``CorruptionError`` if the units of some storages are not those that were saved."""
+        """Raise ``CorruptionError`` if the units of some storages differ from the saved ones."""
         if self._stored.digests is None:
             return
         rows = ranges(self._first[indices], self._units[indices])

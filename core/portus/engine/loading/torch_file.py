@@ -1,9 +1,9 @@
 """Files of ``torch.save``, loaded by torch, every byte of them verified on the way.
 
 torch reads through a file object of ours, which fills the memory that torch has made for a storage
-and compares it with the digests in the file, in one pass. So classes, devices and ``weights_only``
-are torch's own affair. All bytes come from one descriptor: a file that is replaced meanwhile
-changes nothing.
+and compares it with the digests in the file, in one pass. So torch alone handles classes, devices
+and ``weights_only``. All bytes come from one descriptor: a file that is replaced meanwhile changes
+nothing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 
 _PICKLE: Final = b"\x80"
 _TAR: Final = (257, b"ustar")
-"""What the files of torch before 1.6 and 0.4 are known by, and where."""
+"""The marks of the files of torch before 1.6 and 0.4, and their offsets."""
 _SMALL: Final = 256 << 10
 """Bytes of a storage up to which it is read together with those that follow."""
 _AHEAD: Final = 8 << 20
-"""Bytes of small storages that are read at once."""
+"""Bytes of small storages that are read together."""
 
 
 def load_torch(
@@ -48,8 +48,8 @@ def load_torch(
     verify: bool,
     settings: dict[str, Any],
 ) -> Any:
-    """What ``torch.load`` returns of the open file at ``where``; see ``load_file``. Of a file in a
-    pool ``mmap`` is ignored."""
+    """Return the result of ``torch.load`` for the open file at ``where``; see ``load_file``. For a
+    file in a pool, ``mmap`` is ignored."""
     keep, found = matcher(names), _read(file, where, verify=verify)
     if found is None:
         if keep is not None:
@@ -61,7 +61,7 @@ def load_torch(
     wanted = None if keep is None else _keys_to_read(found, keep)
     if settings.pop("mmap", False) and file.number is not None:
         StoredBytes(file, found).check_all()
-        # The file that was verified: by now another one may be at the path.
+        # The verified file: another one may be at the path by now.
         same = f"/proc/self/fd/{file.number}"
         there = same if os.path.exists(same) else where
         state = torch.load(there, mmap=True, **settings)
@@ -108,7 +108,7 @@ def has_digests_of_torch(file: OpenFile, where: str) -> bool:
 
 
 def _read(file: OpenFile, where: str, *, verify: bool = True) -> TorchFile | None:
-    """What is in a file; None for one of an old format, which torch knows."""
+    """Return the contents of a file; None for one of an old format, which torch knows."""
     read = reads(file)
     try:
         found = read_torch(read, file.size, printable(where))
@@ -126,7 +126,7 @@ def _read(file: OpenFile, where: str, *, verify: bool = True) -> TorchFile | Non
 
 
 def _is_old(read: Read) -> bool:
-    """True for a file of torch before 1.6."""
+    """Return True for a file of torch before 1.6."""
     return read(0, len(_PICKLE)) == _PICKLE or read(_TAR[0], len(_TAR[1])) == _TAR[1]
 
 
@@ -135,16 +135,16 @@ def _load(verified: _VerifiedFile, settings: dict[str, Any]) -> Any:
     # (decision 0204).
     try:
         with no_collection():
-            return torch.load(verified, **settings)  # type: ignore[arg-type]  # it reads, and no more
+            return torch.load(verified, **settings)  # type: ignore[arg-type]  # torch only reads it
     except Exception:
-        if verified.failure is not None:  # torch may have made another error of it
+        if verified.failure is not None:  # torch may have raised another error from it
             raise verified.failure from None
         raise
 
 
 def _keys_to_read(found: TorchFile, keep: Matcher) -> set[str]:
-    """The keys of storages that are to be read: those of what matches, and those without which
-    torch may not even make what they are in."""
+    """Return the keys of storages to read: those that match, and those without which torch may be
+    unable to make the objects around them."""
     places = storage_places(found.pickle)
     followed = {place.storage for place in places}
     return {place.storage for place in places if not place.is_plain or keep(place.pattern_path)} | {
@@ -153,22 +153,22 @@ def _keys_to_read(found: TorchFile, keep: Matcher) -> set[str]:
 
 
 class _VerifiedFile(StoredBytes):
-    """A file object that hands out what is as it was saved, and nothing else.
+    """A file object that returns only bytes that are as they were saved.
 
-    wanted: the keys of storages to read; what memory for another one is filled with is undefined.
+    wanted: the keys of storages to read; the memory of any other is filled with undefined bytes.
     """
 
     def __init__(self, file: OpenFile, found: TorchFile, wanted: set[str] | None) -> None:
         super().__init__(file, found)
         self.failure: PortusError | None = None
-        """Why the last read failed."""
+        """The reason why the last read failed."""
         self._wanted: Final = wanted
         self._position = 0
         filled = np.flatnonzero(found.length > 0)
         order = filled[np.argsort(found.offset[filled], kind="stable")]
         self._order: Final[list[int]] = order.tolist()
         self.filled_at: Final[dict[int, int]] = {}
-        """Storages that were asked for, by the address that they were to be read to."""
+        """The storages that torch read, by the addresses that it read them to."""
         self._starts: Final[list[int]] = found.offset[order].tolist()
         self._ends: Final[list[int]] = (found.offset + found.length)[order].tolist()
         # torch asks for storages in the order of their keys.
@@ -179,7 +179,7 @@ class _VerifiedFile(StoredBytes):
         self._small: Final = next_[found.length[next_] <= _SMALL]
         self._small_end: Final = np.cumsum(found.length[self._small])
         self._ahead: Final[dict[int, memoryview]] = {}
-        """Small storages that were read and not asked for yet."""
+        """Small storages that were read ahead of torch."""
         self._ahead_until = 0
 
     def readable(self) -> bool:
@@ -260,7 +260,7 @@ class _VerifiedFile(StoredBytes):
         starts = np.cumsum(lengths) - lengths
         read = np.empty(int(lengths.sum()), np.uint8)
         self._ahead_until = end
-        # Of damage the storage is told that is asked for, if it has any.
+        # Damage is reported for the storage that torch reads, if it is in it.
         with contextlib.suppress(CorruptionError):
             self.fetch(batch, read.ctypes.data + starts)
             columns = (batch.tolist(), starts.tolist(), lengths.tolist())
@@ -269,8 +269,8 @@ class _VerifiedFile(StoredBytes):
 
 
 class _FileState:
-    """A file as a ``StoredState``. outline: what is in it, whose plain tensors have memory that
-    nobody has filled. verified: the file; None if ``outline`` has all of it."""
+    """A file as a ``StoredState``. outline: its state, whose plain tensors have memory without
+    their bytes. verified: the file; None if ``outline`` has all of it."""
 
     def __init__(self, where: str, outline: object, verified: _VerifiedFile | None) -> None:
         self.where: Final = where
@@ -282,7 +282,7 @@ class _FileState:
         at = {} if verified is None else verified.filled_at
         in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in self._storages]
         self._in_file: Final = np.array(in_file, np.int64)
-        """The storage of the file that each is; -1 for one that is in memory."""
+        """The storage of the file for each storage; -1 for one that is in memory."""
 
     def check(self, wanted: Column) -> None:
         found = self._in_file[wanted]
