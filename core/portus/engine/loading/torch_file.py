@@ -260,7 +260,7 @@ class _VerifiedFile(StoredBytes):
         starts = np.cumsum(lengths) - lengths
         read = np.empty(int(lengths.sum()), np.uint8)
         self._ahead_until = end
-        # Damage is reported for the storage that torch reads, if it is in it.
+        # Damage is raised when torch reads the damaged storage, not another one of the batch.
         with contextlib.suppress(CorruptionError):
             self.fetch(batch, read.ctypes.data + starts)
             columns = (batch.tolist(), starts.tolist(), lengths.tolist())

@@ -1,4 +1,4 @@
-"""``FileContents``: a state as a file has it, but for the bytes of its storages."""
+"""``FileContents``: a state in the format of a file, without the bytes of its storages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FileContents(Protocol):
     """A state at the moment of the call, in the format of a file.
 
     ``storages``: one for each storage of the image; holding it keeps its memory.
-    ``owned_storages``: indices of those that nobody else has. ``lengths``: bytes of each.
+    ``owned_storages``: indices of those that no other code has. ``lengths``: bytes of each.
     ``has_devices``: some are not on the CPU.
     """
 
@@ -32,13 +32,14 @@ class FileContents(Protocol):
     def has_devices(self) -> bool: ...
 
     def changes(self) -> Column:
-        """Return how often torch saw the tensors over each storage being written."""
+        """Return the number of writes that torch counted for the tensors over each storage."""
 
     def image(self, path: str, note: bytes = b"") -> Image:
         """Return the image of the file at ``path``, with ``note``."""
 
     def describer(self) -> Callable[[int], str]:
-        """Return what says where a storage is in the state, for messages. It holds no storage."""
+        """Return a function that describes the place of a storage in the state. It holds no
+        storage."""
 
 
 class JoinedStorages:
@@ -59,11 +60,12 @@ class JoinedStorages:
         self.has_devices: Final = any(each.has_devices for each in self._contents)
 
     def changes(self) -> Column:
-        """Return how often torch saw the tensors over each storage being written."""
+        """Return the number of writes that torch counted for the tensors over each storage."""
         return np.concatenate([each.changes() for each in self._contents])
 
     def describer(self) -> Callable[[int], str]:
-        """Return what says where a storage is in its state. It holds no storage."""
+        """Return a function that describes the place of a storage in its state. It holds no
+        storage."""
         describers = [each.describer() for each in self._contents]
         first = self._first
 
@@ -75,11 +77,11 @@ class JoinedStorages:
 
 
 def changes_of(storages: Sequence[torch.UntypedStorage], tensors: Sequence[torch.Tensor]) -> Column:
-    """Return how often torch saw ``tensors`` being written, by their storages."""
+    """Return the number of writes that torch counted for ``tensors``, by their storages."""
     index = {storage._cdata: number for number, storage in enumerate(storages)}
     counts = np.zeros(len(storages), np.int64)
     for tensor in tensors:
-        # Inference tensors have no count: to ask for it raises.
+        # Inference tensors have no count, and raise when asked for it.
         if tensor.layout is torch.strided and not tensor.is_inference():
             number = index.get(_storage_of(tensor))
             if number is not None:
@@ -88,7 +90,7 @@ def changes_of(storages: Sequence[torch.UntypedStorage], tensors: Sequence[torch
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The identity of its storage; None for one that has none."""
+    """Return the identity of a tensor's storage; None if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""What a version holds besides tensors, put into a state that is there."""
+"""The values of a version that are not tensors, put into an existing state."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _Row = list[object] | tuple[object, ...] | deque[object]
 
 
 class Merge:
-    """Puts what a version holds besides tensors into a state, whose tensors stay where they are.
+    """Puts the values of a version, except tensors, into a state, whose tensors stay where they
+    are.
 
-    Containers of the state that can be changed are changed in place; a tuple that holds a tensor
-    is made again around it. ``complete``: the tensors of both are the same, so what the state lacks
-    is added, and lists get the length that they had. ``keep``: the key paths that are asked for.
+    Containers of the state that can be changed are changed in place; a tuple that holds a tensor is
+    made again around it. ``complete``: the tensors of both are the same, so values that the state
+    lacks are added, and lists get their saved length. ``keep``: the requested key paths.
     """
 
     def __init__(self, *, complete: bool, keep: Callable[[str], bool] | None) -> None:
@@ -40,7 +41,7 @@ class Merge:
         self._keep: Final = keep
 
     def merge(self, old: object, value: object, path: str = "") -> object:
-        """What goes in the place of ``old``, at a key path."""
+        """Return the value that replaces ``old``, at a key path."""
         if is_plain(value):
             return old
         if isinstance(old, torch.Tensor):
@@ -69,7 +70,8 @@ class Merge:
                     old[key] = added
 
     def _add(self, value: object, path: str) -> object:
-        """What comes into a state that lacks it: all but tensors, whose places are elsewhere."""
+        """Return the value to add to a state that lacks it: all but tensors, whose places are
+        elsewhere."""
         if self._is_whole(value, path):
             return value
         if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):
@@ -105,14 +107,14 @@ class Merge:
         return self._keep is None or self._keep(path)
 
     def _is_whole(self, value: object, path: str) -> bool:
-        """True if there is no tensor in ``value``, whose place is elsewhere, and all is asked
-        for."""
+        """Return True if ``value`` has no tensor, whose place would be elsewhere, and is all
+        requested."""
         found = ((below(path, name) if name else path, each) for name, each in leaves(value))
         return all(not is_plain(each) and self._is_kept(name) for name, each in found)
 
 
 def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
-    """A tuple of the class of ``old``."""
+    """Return a tuple of the class of ``old``."""
     if hasattr(old, "n_sequence_fields"):  # as torch.max returns
         return type(old)(items)
     # Not by calling the class: a named tuple takes its fields as separate arguments.
@@ -120,8 +122,8 @@ def _tuple_like(old: tuple[object, ...], items: list[object]) -> object:
 
 
 def _fill(old: torch.Tensor, value: object) -> object:
-    """A tensor that is no plain one comes with what is no tensor: it is copied in place, if torch
-    can do that."""
+    """Return ``old`` with the values of ``value``, a tensor of a special class, copied in place if
+    torch can do that; else ``value``."""
     if not isinstance(value, torch.Tensor):
         return old
     if type(value) is type(old) and value.shape == old.shape and value.dtype == old.dtype:

@@ -1,9 +1,9 @@
-"""A state as torch pickles it: the very bytes of ``torch.save``, and the storages beside them,
+"""A state as torch pickles it: the exact bytes of ``torch.save``, and the storages beside them,
 uncopied.
 
-torch's own pickler is the rule. Ours is the one of C, as torch's is, and takes a shortcut for plain
-tensors: it makes what their ``__reduce_ex__`` would return without the objects in between. The
-shortcut is taken only if its bytes were seen to equal torch's in this process.
+torch's own pickler is the standard. Ours is the one of C, as torch's is, and takes a shortcut for
+plain tensors: it makes the result of their ``__reduce_ex__`` without the objects in between. It
+takes the shortcut only if its bytes have equalled torch's in this process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from portus.engine.state.contents import changes_of
 from portus.errors import UsageError
 
 Reducers = dict[type, Any]
-"""What pickles objects of a class, as in ``copyreg.dispatch_table``."""
+"""Functions that pickle objects of a class, as in ``copyreg.dispatch_table``."""
 
 _PROTOCOL: Final = torch.serialization.DEFAULT_PROTOCOL
 _TORCHS_OWN: Final = (
@@ -64,7 +64,7 @@ class PickledState:
 
     @property
     def owned_storages(self) -> frozenset[int]:
-        """Empty: they are the caller's."""
+        """Empty: the storages are the caller's."""
         return frozenset()
 
     def changes(self) -> Column:
@@ -74,7 +74,8 @@ class PickledState:
         return partial(_path_in, self.pickle)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """The image of the file that ``torch.save`` would write to ``path``, with ``note``."""
+        """Return the image of the file that ``torch.save`` would write to ``path``, with
+        ``note``."""
         return torch_image(
             archive=archive_name(path),
             pickle=self.pickle,
@@ -91,9 +92,10 @@ def _path_in(pickled: bytes, index: int) -> str:
 
 
 def pickle_state(state: object, reducers: Reducers | None = None) -> PickledState:
-    """``state`` as ``torch.save`` pickles it. reducers: of classes that are pickled otherwise.
+    """Return ``state`` as ``torch.save`` pickles it. reducers: of classes that are pickled in other
+    ways.
 
-    Raises ``UsageError`` for what torch refuses, in torch's words, with the path to it.
+    Raises ``UsageError`` for values that torch refuses, in torch's words, with their path.
     """
     if torch.serialization._serialization_tls.skip_data:
         raise UsageError(
@@ -113,10 +115,10 @@ def pickle_state(state: object, reducers: Reducers | None = None) -> PickledStat
 
 
 def torch_format() -> TorchFormat:
-    """What the torch that runs writes, as it is configured now.
+    """Return the format that the running torch writes, as it is configured now.
 
     Of ``torch.utils.serialization.config.save``, ``storage_alignment`` is followed. CRC32s are
-    computed whatever ``compute_crc32`` says, and no memory is pinned.
+    computed whatever ``compute_crc32`` is, and no memory is pinned.
     """
     with contextlib.suppress(ImportError):  # torch 2.6 has none
         from torch.utils.serialization import config
@@ -170,8 +172,8 @@ def _pickle(state: object, shortcut: bool, reducers: Reducers | None = None) -> 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """All that is made inside stays until it ends: to look for garbage costs more than to pickle,
-    or to load. Another thread may end this early, which harms nothing."""
+    """Stop garbage collection inside: searching for garbage costs more than to pickle, or to load.
+    Another thread may end this early, which does no harm."""
     if not gc.isenabled():
         yield
         return
@@ -192,7 +194,7 @@ _NO_STORAGES: Final = frozenset(
     {str, int, float, bool, tuple, list, dict, OrderedDict, bytes, type(None), torch.Tensor}
     | {type, FunctionType}
 )
-"""What most of a state is: hundreds of thousands of objects are asked about."""
+"""The types of most values of a state, none of them a storage: a fast answer for many objects."""
 
 
 class _NotPlainError(Exception):
@@ -200,7 +202,7 @@ class _NotPlainError(Exception):
 
 
 class _CollectingPickler(pickle.Pickler):
-    """Collects the storages, uncopied, and says what stands for them."""
+    """Collects the storages, uncopied, and pickles references to them."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -211,7 +213,7 @@ class _CollectingPickler(pickle.Pickler):
         self._dtypes: dict[int, torch.dtype] = {}
 
     def finish(self, data: bytes) -> bytes:
-        """The pickle, of what was dumped. Raises ``_NotPlainError``."""
+        """Return the pickle of the dumped data. Raises ``_NotPlainError``."""
         return data
 
     def _key(self, storage: torch.UntypedStorage, dtype: torch.dtype, address: int) -> str:
@@ -229,7 +231,7 @@ class _CollectingPickler(pickle.Pickler):
 
 
 class _SlowPickler(_CollectingPickler):
-    """What torch does, but for copies: all reductions are torch's own."""
+    """Pickles as torch does, without copies: all reductions are torch's own."""
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) in _NO_STORAGES:
@@ -267,19 +269,19 @@ _EMPTY_HOOKS: Final = (OrderedDict, ())
 
 
 _PERSISTENT: Final = b"Q"
-"""The opcode behind what stands for a storage, see ``pickletools``."""
+"""The opcode after a reference to a storage, see ``pickletools``."""
 _SIGN: Final[float] = struct.unpack(">d", b"\x7f\xf8" + os.urandom(6))[0]
-"""A NaN that no state has."""
+"""A NaN that occurs in no state."""
 _SIGNED: Final = b"G" + struct.pack(">d", _SIGN)
-"""As it is pickled."""
+"""The sign as it is pickled."""
 
 
 class _Pickler(_CollectingPickler):
-    """The same bytes, without the objects that torch makes for each plain tensor, and without a
-    question for each object of a state.
+    """Makes the same bytes, without the objects that torch makes for each plain tensor, and without
+    a call for each object of a state.
 
-    A pickler with ``persistent_id`` asks about every object. This one has none: what stands for a
-    storage is pickled as the tuple that it is, with a sign behind it, which ``finish`` replaces
+    A pickler with ``persistent_id`` calls it for every object. This one has none: it pickles a
+    reference to a storage as the tuple that it is, with a sign after it, which ``finish`` replaces
     by the opcode.
     """
 
@@ -331,7 +333,7 @@ class _Pickler(_CollectingPickler):
 
 
 def _shortcut_is_right() -> bool:
-    """Whether nobody changed how tensors are pickled, and this torch does it as we do."""
+    """Return whether tensors are pickled in their original way, and this torch does it as we do."""
     registry = torch.serialization._package_registry
     # At each save: a program may patch these at any time.
     now = (torch.Tensor.__reduce_ex__, torch.Tensor._reduce_ex_internal, registry[0][1])
@@ -353,7 +355,7 @@ def _try_twice() -> bool:
 
 
 def _place_of_failure(state: object) -> str:
-    """The path to the innermost part that alone cannot be pickled either."""
+    """Return the path to the innermost part that cannot be pickled alone either."""
     path = ""
     seen = {id(state)}
     while True:

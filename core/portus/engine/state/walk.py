@@ -1,11 +1,11 @@
 """The values in a state, by their key paths.
 
-A **leaf** is what has a key path: a tensor, a single value, an empty container, and a list or tuple
-of nothing but None, bool, int, float, str. A key path joins the keys on the way by dots; a place in
+A **leaf** is a value with a key path: a tensor, a single value, an empty container, and a list or
+tuple of only None, bool, int, float, str. A key path joins the keys on the way by dots; a place in
 a list is its number; the fields of a dataclass, named tuple or namespace are their names. Dots in
-keys are kept as they are, and keys that are not strings are written as Python does (``1``,
-``(0, 1)``). If two leaves come out with one path, the later ones get ``#2``, ``#3``... What is in
-sets, and in attributes of containers (``_metadata`` of an OrderedDict), has no path.
+keys are kept, and keys that are not strings are written as Python does (``1``, ``(0, 1)``). If two
+leaves have the same path, the later ones get ``#2``, ``#3``... Values in sets, and in attributes of
+containers (``_metadata`` of an OrderedDict), have no path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from portus.engine.state.elsewhere import Elsewhere
 from portus.errors import UsageError
 
 PLAIN: Final = frozenset({type(None), bool, int, float, str})
-"""Types of single values. Of exactly these."""
+"""Types of single values, without their subclasses."""
 
 PLAIN_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 """The classes of plain tensors; ``nn.Buffer`` makes a Tensor."""
@@ -35,7 +35,7 @@ DTYPES: Final = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
 }
-"""By name, every dtype that a plain tensor may have: all but the quantized ones."""
+"""Every dtype that a plain tensor may have, by name: all but the quantized ones."""
 
 _SINGLE: Final = PLAIN | PLAIN_TENSORS
 ROWS: Final = (list, tuple, deque)
@@ -45,7 +45,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class StateContents:
-    """What is in a state. ``tensors``: the plain ones; a spec has the place of its storage in
+    """The contents of a state. ``tensors``: the plain ones; a spec has the place of its storage in
     ``storages``, -1 for a meta tensor over none of them. ``others``: all other leaves."""
 
     tensors: tuple[TensorSpec, ...]
@@ -60,7 +60,8 @@ class StateContents:
 
 
 def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateContents:
-    """Walk through a state. storages: what is first in ``storages``. Raises as ``leaves``."""
+    """Return the contents of a state. storages: the first of its ``storages``. Raises as
+    ``leaves``."""
     held = list(storages)
     place = {storage._cdata: index for index, storage in enumerate(held)}
     specs, others = [], []
@@ -78,7 +79,8 @@ def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateC
 
 
 def leaves(state: object) -> list[tuple[str, Any]]:
-    """The leaves of a state, by distinct key paths. Raises ``UsageError`` if it contains itself."""
+    """Return the leaves of a state, by distinct key paths. Raise ``UsageError`` if it contains
+    itself."""
     found: list[tuple[str, Any]] = []
     try:
         _look(state, "", (), found)
@@ -99,7 +101,7 @@ def leaves(state: object) -> list[tuple[str, Any]]:
 
 
 def is_plain(value: object) -> bool:
-    """True for a tensor that is a view of a storage, and no more."""
+    """Return True for a tensor that is only a view of a storage."""
     return (
         type(value) in PLAIN_TENSORS
         and isinstance(value, torch.Tensor)
@@ -110,7 +112,7 @@ def is_plain(value: object) -> bool:
 
 
 def children(value: Any) -> Iterable[tuple[object, Any]] | None:
-    """The keys and values right inside a container; None for a leaf."""
+    """Return the keys and values directly inside a container; None for a leaf."""
     if isinstance(value, dict):
         return value.items() or None
     if isinstance(value, ROWS):
@@ -124,19 +126,20 @@ def children(value: Any) -> Iterable[tuple[object, Any]] | None:
 
 
 def is_row(value: Sequence[object]) -> bool:
-    """True if there is nothing but single values in a list or tuple."""
+    """Return True if a list or tuple has only single values."""
     return PLAIN.issuperset(map(type, value))
 
 
 def is_dataclass(value: object) -> bool:
-    """True for an object of a dataclass, but for an ``Elsewhere``, which stands for a tensor."""
+    """Return True for an object of a dataclass, except an ``Elsewhere``, which stands for a
+    tensor."""
     if isinstance(value, (type, Elsewhere)):
         return False
     return dataclasses.is_dataclass(value)
 
 
 def fields_of(value: Any) -> dict[str, object]:
-    """The attributes of a namespace, or of an object of a dataclass, those in slots too."""
+    """Return the attributes of a namespace, or of an object of a dataclass, those in slots too."""
     fields = dict(getattr(value, "__dict__", {}))
     if dataclasses.is_dataclass(value):
         names = [each.name for each in dataclasses.fields(value)]
@@ -145,7 +148,7 @@ def fields_of(value: Any) -> dict[str, object]:
 
 
 def below(path: str, key: object) -> str:
-    """The key path of what is at ``key`` in the container at ``path``."""
+    """Return the key path of the value at ``key`` in the container at ``path``."""
     return f"{path}.{key}" if path else str(key)
 
 
@@ -160,7 +163,7 @@ def refuse_freed(spec: TensorSpec, storage: torch.UntypedStorage) -> None:
 
 
 def end_of(spec: TensorSpec) -> int:
-    """Elements from the start of the storage to behind the last one of a tensor."""
+    """Return the elements from the start of the storage to the end of the last one of a tensor."""
     if 0 in spec.shape:
         return 0
     steps = zip(spec.shape, spec.strides, strict=True)
@@ -172,7 +175,7 @@ def _look(value: Any, path: str, within: tuple[int, ...], found: list[tuple[str,
     if inside is None:
         found.append((path, value))
         return
-    # Only what it is inside of: a container at two places is no loop.
+    # Only its containers: a container at two places is no loop.
     if id(value) in within:
         raise UsageError(f"{path:.200}: the state contains itself; expected one without loops")
     within = (*within, id(value))

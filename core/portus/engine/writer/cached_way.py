@@ -1,11 +1,11 @@
-"""``CachedWay``: an image is written through the page cache, and the disk has it later.
+"""``CachedWay``: an image is written through the page cache, and reaches the disk later.
 
 For a spare, whose pages are in memory, it costs little more than a copy to memory, and the fence
-opens before the disk has anything. So it does on tmpfs. And it is what every file system can do:
-with writes, from a small buffer that stays warm. ``MappedWay`` copies to the pages themselves.
+opens before the bytes reach the disk. The same holds on tmpfs. Every file system can do it: with
+writes, from a small buffer that stays warm. ``MappedWay`` copies to the pages themselves.
 
-What a spare has already is not written again: the frozen part of a model, say. Bytes are compared
-with the file, not with what is remembered of it: others may have written to it while it had a name.
+Bytes that a spare has already are not written again: the frozen part of a model, say. Bytes are
+compared with the file, not with a record of it: others may have written to it while it had a name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from portus.engine.writer.ring import RingTasks, StagingRing
 from portus.engine.writer.ways import Way
 
 COMPARED_MIN: Final = 64 << 10
-"""Bytes of a unit from which a look into the spare pays."""
+"""Bytes of a unit from which a comparison with the spare pays."""
 
 _SPARSE: Final = 4
-"""So many times as much of the file as is copied is not worth mapping."""
+"""The most bytes of the file for each copied byte that are worth mapping."""
 
 
 class CachedWay:
-    """The way into the open file ``number``. volatile: it is in memory alone. is_spare: it has old
-    bytes. ``kept_bytes``: how many of these were what was to be written, and are left alone."""
+    """The way into the open file ``number``. volatile: it is only in memory. is_spare: it has old
+    bytes. ``kept_bytes``: the number of these that equalled the new bytes, and stay."""
 
     kind: Final = Way.CACHED
 
@@ -57,7 +57,7 @@ class CachedWay:
         return self._kept.value
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
-        """Runs of the file for bytes at ``offset``: as they are."""
+        """Return the runs of the file for bytes at ``offset``: unchanged."""
         return offset, length
 
     def move(
@@ -79,60 +79,61 @@ class CachedWay:
     def _keep(
         self, engine: Engine, batch: Segments, digests: Digests, crcs: Crcs, stop: Stop
     ) -> None:
-        """Write only what differs from what the spare has."""
+        """Write only bytes that differ from those of the spare."""
         engine.move(batch, batch.offset, digests, stop, crcs, self._number, self._kept)
 
     def _seem_there(self, segments: Segments) -> NDArray[np.bool_]:
-        """A mask of those that begin as the spare does there."""
+        """Return a mask of the segments that begin with the same bytes as the spare at their
+        places."""
         seem = np.zeros(len(segments), np.bool_)
         if not self._is_spare:
             return seem
         rows = np.flatnonzero(segments.length >= COMPARED_MIN)
         columns = rows, segments.address[rows], segments.offset[rows]
         for row, address, offset in zip(*(each.tolist() for each in columns), strict=True):
-            # Ask the file itself: while it had a name, others may have written (decision 0202).
-            with contextlib.suppress(OSError):  # what cannot be read is written
+            # Compare with the file: while it had a name, others may have written (decision 0202).
+            with contextlib.suppress(OSError):  # unreadable bytes are written
                 begin = os.pread(self._number, FIRST, offset)
                 seem[row] = begin == ctypes.string_at(address, FIRST)
         return seem
 
     def _start_writeback(self, extent: Extent) -> None:
-        """Start to write ``extent`` back, on a thread of the ring: whoever waits for the copy does
-        not wait for the disk."""
+        """Start to write ``extent`` back, on a thread of the ring: a wait for the copy is no wait
+        for the disk."""
         linux.start_writeback(self._number, extent.offset, extent.length)
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        """Bytes that were stored, at offsets of the file."""
+        """Return bytes that were stored, at offsets of the file."""
         pieces = zip(length.tolist(), offset.tolist(), strict=True)
         found = b"".join([os.pread(self._number, size, place) for size, place in pieces])
         return np.frombuffer(found, np.uint8)
 
     def put(self, literal: Literal) -> None:
-        """Write bytes."""
+        """Write the bytes of a literal."""
         write_all(self._number, memoryview(literal.data), literal.offset)
 
     def finish(self) -> None:
         """Return when all of it is on the medium."""
         self._tasks.drain()
-        # A spare may be longer than what is written over it.
+        # A spare may be longer than the image.
         os.ftruncate(self._number, self._size)
         # Includes the new length; fsync would write the times as well.
         os.fdatasync(self._number)
 
     def close(self) -> None:
-        """Return when nothing is in flight."""
+        """Return when no write is in flight."""
         self._tasks.drain()
 
 
 class MappedWay(CachedWay):
     """The same through addresses, for spares of file systems that overwrite blocks in place.
 
-    Writes to one file wait for each other, and have the kernel copy what was just copied; this
-    does neither. Nothing may truncate the file meanwhile; nobody else knows its name.
+    Writes to one file wait for each other, and have the kernel copy the bytes a second time; this
+    avoids both. No process may truncate the file meanwhile; no other process knows its name.
     """
 
     def __init__(self, number: int, path: str, image: Image, ring: StagingRing) -> None:
-        """Raises ``OSError``: a store where no block is would be SIGBUS."""
+        """Raise ``OSError`` if a block is missing: a store there would be SIGBUS."""
         super().__init__(number, image, ring, volatile=False, is_spare=True)
         # On a full disk a store to a page without a block is SIGBUS.
         fill_holes(number, image.size, every_block_counts=False)
@@ -160,4 +161,4 @@ class MappedWay(CachedWay):
 
     def close(self) -> None:
         super().close()
-        self._addresses.close()  # behind the drain: write-back releases pages of it
+        self._addresses.close()  # after the drain: write-back releases pages of it

@@ -1,6 +1,6 @@
-"""The CRC32 of bytes whose parts were summed apart.
+"""The CRC32 of bytes from those of their parts.
 
-A CRC32 is a polynomial over GF(2) modulo ``_POLYNOMIAL``, bits reversed. To put n bytes behind a
+A CRC32 is a polynomial over GF(2) modulo ``_POLYNOMIAL``, bits reversed. Appending n bytes to a
 part multiplies its CRC by x^(8 n). Source: the manual of zlib, ``crc32_combine``.
 """
 
@@ -16,7 +16,7 @@ _X: Final = 1 << 30
 
 
 def join(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC32 of all bytes, given that of each part and its length in bytes."""
+    """Return the CRC32 of all bytes, given that of each part and its length in bytes."""
     total = 0
     for crc, length in parts:
         total = _product(_power(8 * length), total) ^ crc if total else crc
@@ -35,7 +35,7 @@ def _product(one: int, other: int) -> int:
 
 @lru_cache(maxsize=64)
 def _power(exponent: int) -> int:
-    """x to the power of ``exponent``."""
+    """Return x to the power of ``exponent``."""
     result, square = _ONE, _X
     while exponent:
         if exponent & 1:

@@ -1,7 +1,7 @@
 """``ImageFile``: the file of an image while it is written; ``FileDraft``: those of one save.
 
-Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two
-ways to the medium (``cached``, ``staged``); ``ways`` says which one is faster for such a file.
+Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two ways
+to the medium (``cached``, ``staged``); ``ways`` says which one is faster for such a file.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _CANNOT_MAP: Final = _NO_BLOCKS_AHEAD | {errno.ENOMEM, errno.ENODEV}
 class ImageFile:
     """Writes an image to one file. One thread at a time; ``close`` by any.
 
-    Nothing is allocated before the first call. All raise ``MediumError`` with the path and what to
-    do, and a write that failed is told by a later call, ``finish`` at the latest.
+    Nothing is allocated before the first call. All raise ``MediumError`` with the path and advice.
+    A later call reports a write that failed, ``finish`` at the latest.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ImageFile:
         ways: Ways,
     ) -> None:
         """fd: of an open file, readable and writable, the caller's. path: for messages. is_spare:
-        the file has old bytes, and blocks. ways: which way it goes, and told how long it took."""
+        the file has old bytes, and blocks. ways: chooses the way, and receives the time it took."""
         self._fd: Final = fd
         self._path: Final = path
         self.image: Final = image
@@ -88,14 +88,14 @@ class ImageFile:
         self._crcs: Final = np.zeros(int(units.sum()), np.uint32)
 
     def open(self) -> None:
-        """Have its blocks now: a disk that is full is told before anything is copied. May be called
-        again once there is room. After it has succeeded this does nothing."""
+        """Allocate the blocks now, so that a full disk is noticed before anything is copied. May be
+        called again once there is room. After it has succeeded this does nothing."""
         with self._translate_errors():
             self._open_way()
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        """Copy storages from their addresses; the digests of what was stored. Returns when the
-        sources are not needed any more. Raises ``StoppedError``."""
+        """Copy storages from their addresses, and return the digests of the stored bytes. Returns
+        when the sources are not needed any more. Raises ``StoppedError``."""
         with self._translate_errors():
             length, offset = self.image.length[indices], self.image.offset[indices]
             digests, crcs = self._copy(np.ascontiguousarray(address), length, offset, stop)
@@ -103,8 +103,8 @@ class ImageFile:
             return digests
 
     def copy_units(self, index: int, units: Iterable[tuple[int, int]], stop: Stop) -> Digests:
-        """Copy a storage that comes as the addresses and lengths of its units, each valid until
-        the next one is asked for."""
+        """Copy a storage that comes as the addresses and lengths of its units, each valid until the
+        next is taken."""
         with self._translate_errors():
             offset, parts = int(self.image.offset[index]), []
             for address, length in units:
@@ -118,7 +118,7 @@ class ImageFile:
     def read_back(
         self, storage: Column, offset: Column, length: Column
     ) -> NDArray[np.uint8] | None:
-        """Short pieces of what was stored, end to end; None if they are out of sight."""
+        """Return short pieces of the stored bytes, end to end; None if they cannot be read back."""
         with self._translate_errors():
             return self._open_way().bytes_at(self.image.offset[storage] + offset, length)
 
@@ -143,8 +143,8 @@ class ImageFile:
         self._ways.took(self._kind, way.kind, self.image.size, self._spent_s, self.kept_bytes)
 
     def close(self) -> None:
-        """Give back what it has of the ring, and of addresses; the file stays open. Returns when
-        no write is in flight. A second call does nothing."""
+        """Release its buffers of the ring, and its addresses; the file stays open. Returns when no
+        write is in flight. A second call does nothing."""
         way, self._way = self._way, None
         if way is not None:
             way.close()
@@ -152,7 +152,7 @@ class ImageFile:
     def _copy(
         self, address: Column, length: Column, offset: Column, stop: Stop
     ) -> tuple[Digests, Crcs]:
-        """Copy storages to their offsets; the digests and the CRCs of their units."""
+        """Copy storages to their offsets, and return the digests and the CRCs of their units."""
         way, (begin, size) = self._open_way(), unit_spans(offset, length)
         places, lengths = way.cut(begin[size > 0], size[size > 0])
         segments, digests = cut(
@@ -174,7 +174,7 @@ class ImageFile:
         return self._way
 
     def _choose_way(self) -> CachedWay | StagedWay:
-        """The way for this file."""
+        """Return the way for this file."""
         traits, is_in_place = file_system_of(self._fd, self._path)
         if not self._is_spare:  # a spare has its blocks
             self._allocate()
@@ -202,7 +202,7 @@ class ImageFile:
                 raise
 
     def _zeros(self, literals: Iterable[Literal]) -> Iterator[Literal]:
-        """What nothing covers, where a spare has old bytes."""
+        """Yield zeros for all gaps, where a spare has old bytes."""
         if not self._is_spare:
             return
         image = self.image
@@ -258,12 +258,12 @@ class FileDraft:
     ``files``.
 
     files: those of the draft, in its order; the storages of the save are theirs, one file after
-    another. turn: entered while the files get their names; raises what forbids that. request: of
-    the save.
+    another. turn: entered while the files get their names; raises an error that forbids it.
+    request: of the save.
     """
 
     bounced_bytes: Final = 0
-    """Nothing goes through a socket."""
+    """Always 0: no bytes go through a socket."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class FileDraft:
         )
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        """False: two files share no bytes."""
+        """Return False: two files share no bytes."""
         return False
 
     def read_back(

@@ -1,7 +1,7 @@
 """``StagingRing``: the buffers through which files are written, and the threads that write them.
 
-Few buffers do while the disk keeps up. If somebody waits for a copy and none is free, there are
-more, up to ``staging``; those are given back as they come free.
+Few buffers are enough while the disk keeps up. If a thread waits for a copy and none is free, more
+are made, up to ``staging``; those are freed once they are unused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StagingRing:
         self._threads: set[JoinableThread] = set()
 
     def take(self, stop: Stop) -> Slot:
-        """Return a buffer; waits for one. stop: says whether somebody waits for the copy, and ends
+        """Return a buffer; waits for one. stop: knows whether a thread waits for the copy, and ends
         the wait. Raises ``StoppedError``."""
         with self._changed:
             while True:
@@ -93,7 +93,7 @@ class StagingRing:
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # the interpreter is going down: nobody else will do it
+        except RuntimeError:  # the interpreter is ending: no other thread will do it
             with self._changed:
                 self._threads.discard(thread)
             with contextlib.suppress(queue.Empty):
@@ -101,7 +101,7 @@ class StagingRing:
                     left()
 
     def close(self) -> None:
-        """End the threads; wait for what they write. Nothing may be run any more."""
+        """End the threads; wait for their writes. No work may be run any more."""
         with self._changed:
             threads, self._threads = self._threads, set()
         for _ in threads:
@@ -125,7 +125,7 @@ class StagingRing:
 
 
 class RingTasks:
-    """What one file has in flight on the threads of a ring."""
+    """The tasks of one file in flight on the threads of a ring."""
 
     def __init__(self, ring: StagingRing) -> None:
         self._ring: Final = ring
@@ -139,7 +139,7 @@ class RingTasks:
         self._ring.run(partial(self._do, work))
 
     def drain(self) -> None:
-        """Return when all of it is done."""
+        """Return when all tasks are done."""
         with self._changed:
             self._changed.wait_for(lambda: not self._count)
 

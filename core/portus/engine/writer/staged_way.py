@@ -1,9 +1,9 @@
 """``StagedWay``: an image is copied to the buffers of a ring, and written past the page cache.
 
 For fresh space: fresh pages of the cache cost more than the disk in virtual machines. Whole blocks
-of storages are written as soon as a buffer is full. What is left, the ends of storages and the
-bytes between them, is kept in memory, and written at the end, through the cache: only then is all
-of it known.
+of storages are written as soon as a buffer is full. The rest, the ends of storages and the bytes
+between them, is kept in memory, and written at the end, through the cache: only then is all of it
+known.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from portus.engine.writer.ring import SLOT, RingTasks, Slot, StagingRing
 from portus.engine.writer.ways import Way
 
 _WHOLE_MIN: Final = 64 << 10
-"""Bytes of whole blocks of a unit from which they are written by themselves."""
+"""Bytes of whole blocks of a unit from which they are written separately."""
 
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
 def set_direct(number: int, *, on: bool) -> bool:
-    """Have writes to an open file go past the page cache, or not; False if its file system cannot
-    do that."""
-    import fcntl  # not where Linux is missing
+    """Have writes to an open file bypass the page cache, or not. Return False if its file system
+    cannot do that."""
+    import fcntl  # Windows has none
 
     # On the draft's only descriptor: the file's mode may forbid to open a second one.
     flags = fcntl.fcntl(number, fcntl.F_GETFL)
@@ -63,7 +63,7 @@ class StagedWay:
 
     kind: Final = Way.DIRECT
     kept_bytes: Final = 0
-    """Nothing is compared with what the file had."""
+    """Always 0: no byte is compared with the old ones of the file."""
 
     def __init__(self, number: int, image: Image, ring: StagingRing) -> None:
         self._number: Final = number
@@ -79,7 +79,7 @@ class StagedWay:
         self._tasks: Final = RingTasks(ring)
         self._failure: OSError | None = None
         self._probes: Final[list[tuple[Column, NDArray[np.uint8]]]] = []
-        """Offsets in the file, and the bytes there, of what an audit may ask for."""
+        """Offsets in the file, and the bytes there, that an audit may read."""
         filled = np.flatnonzero(image.length)
         filled = filled[np.argsort(image.offset[filled], kind="stable")]
         self._starts: Final = image.offset[filled]
@@ -87,7 +87,8 @@ class StagedWay:
         self._is_probed: Final = not bool((self._starts % PROBE).any())
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
-        """Runs of the file for bytes at ``offset``, cut where whole blocks begin and end."""
+        """Return the runs of the file for bytes at ``offset``, cut where whole blocks begin and
+        end."""
         rank, places = np.arange(len(offset)), offset
         if len(self._low) and len(offset):
             inside = np.concatenate([self._low, self._high])
@@ -106,7 +107,7 @@ class StagedWay:
     def move(
         self, engine: Engine, segments: Segments, digests: Digests, crcs: Crcs, stop: Stop
     ) -> None:
-        """Copy segments, and have what is whole written."""
+        """Copy segments, and write the whole blocks."""
         for batch in segments.batches(SLOT):
             self._raise_failure()
             index = np.searchsorted(self._low, batch.offset, "right") - 1
@@ -136,7 +137,7 @@ class StagedWay:
             self._tasks.run(partial(self._write, slot, runs))
 
     def bytes_at(self, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        """Bytes that passed, at offsets of the file; None if they were not noted."""
+        """Return bytes that passed, at offsets of the file; None if they were not noted."""
         if not self._probes:
             return None
         noted, data = (np.concatenate(column) for column in zip(*self._probes, strict=True))
@@ -148,13 +149,13 @@ class StagedWay:
         return rows[np.arange(PROBE) < length[:, None]]
 
     def put(self, literal: Literal) -> None:
-        """Keep bytes for the end. No literal lies in whole blocks of a storage."""
+        """Keep bytes for the end. No literal overlaps whole blocks of a storage."""
         if literal.data:
             at = int(self._place_in_rest(np.array([literal.offset]))[0])
             self._rest[at : at + len(literal.data)] = np.frombuffer(literal.data, np.uint8)
 
     def finish(self) -> None:
-        """Write what is left; return when all of it is on the medium."""
+        """Write the rest; return when all of it is on the medium."""
         self._tasks.drain()
         self._raise_failure()
         # The rest is not aligned, so a direct write would fail with EINVAL.
@@ -181,7 +182,7 @@ class StagedWay:
         return place
 
     def _probe(self, batch: Segments, target: Column) -> None:
-        """Note what an audit may ask for of what was just copied."""
+        """Note the bytes just copied that an audit may read."""
         if not self._is_probed:
             return
         # Noted now: past the page cache, only the disk would have them afterwards.
@@ -196,7 +197,7 @@ class StagedWay:
         row, start = np.concatenate([row, has_last]), np.concatenate([each, last[has_last]])
         length = np.minimum(PROBE, self._lengths[owner[row]] - start)
         order = np.argsort(length, kind="stable")  # as ``bytes_at`` is fast
-        rows = np.zeros((len(row), PROBE), np.uint8)  # with zeros behind shorter pieces
+        rows = np.zeros((len(row), PROBE), np.uint8)  # with zeros after shorter pieces
         rows[np.arange(PROBE) < length[order, None]] = bytes_at(
             (target[row] + start - begin[row])[order], length[order]
         )
@@ -230,7 +231,7 @@ class StagedWay:
 
 
 def _whole(image: Image) -> tuple[Column, Column]:
-    """Where runs of whole blocks of units begin and end, in order."""
+    """Return the beginnings and the ends of runs of whole blocks of units, in order."""
     start, length = unit_spans(image.offset, image.length)
     low, high = -(-start // PAGE) * PAGE, (start + length) // PAGE * PAGE
     kept = high - low >= _WHOLE_MIN

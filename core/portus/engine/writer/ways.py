@@ -1,10 +1,10 @@
-"""``Ways``: which way files are written, by what was measured on their file system.
+"""``Ways``: the way in which files are written, chosen by measurements on their file system.
 
-Neither way wins everywhere. Where pages are in memory and their blocks are there, the page cache
-costs what a copy costs; where space is fresh, its pages do, and more in a virtual machine. So each
-way is tried in turn for the first files of a kind, and the faster one is taken from then on: the
-usual one, unless the other is faster by far. Now and then the other one gets a file, since disks
-and neighbours change.
+Neither way wins everywhere. Where pages are in memory and their blocks exist, the page cache costs
+as much as a copy. Where space is fresh, its pages cost as well, and more in a virtual machine. So
+each way is tried in turn for the first files of a kind, and the faster one is preferred from then
+on: the usual one, unless the other is much faster. Now and then the other one gets a file, since
+disks and neighbours change.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from collections import deque
 from typing import Final, NamedTuple
 
 MEASURED_MIN: Final = 16 << 20
-"""Bytes from which the time of a file says something."""
+"""Bytes from which the time of a file is a measure."""
 
 TRIES: Final = 2
 """Files that each way gets before one is preferred."""
 
 AGAIN: Final = 32
-"""Each so many files, the way that is not preferred gets one."""
+"""One of this many files goes the way that is not preferred."""
 
 _REMEMBERED: Final = 5
 
 _FASTER: Final = 0.75
-"""The part of the time of the usual way below which the other one is preferred: less than that is
-noise, and a fence opens sooner the usual way."""
+"""The part of the usual way's time below which the other one is preferred: a smaller gain is noise,
+and a fence opens sooner the usual way."""
 
 
 class Way(str, enum.Enum):
@@ -39,19 +39,20 @@ class Way(str, enum.Enum):
 
 
 class Kind(NamedTuple):
-    """Files that are alike: ``device``, their file system (``st_dev``); whether they are spares."""
+    """A group of similar files: ``device``, their file system (``st_dev``); whether they are
+    spares."""
 
     device: int
     is_spare: bool
 
     @property
     def ways(self) -> tuple[Way, Way]:
-        """The usual way, before anything was measured, and the other one."""
+        """The usual way, before any measurement, and the other one."""
         return (Way.CACHED, Way.DIRECT) if self.is_spare else (Way.DIRECT, Way.CACHED)
 
 
 class Ways:
-    """What the files of this process took. Threads may share it."""
+    """The times of the files of this process. Threads may share it."""
 
     def __init__(self) -> None:
         self._lock: Final = threading.Lock()
@@ -60,7 +61,7 @@ class Ways:
         self._had_most: Final[set[tuple[Kind, int]]] = set()
         """Files, by their sizes, that have most of their bytes before they are written."""
         self._refused: Final[set[int]] = set()
-        """File systems on which nothing is written directly."""
+        """File systems without direct writes."""
 
     def choose(self, kind: Kind, size: int) -> Way:
         """Return the way for a file of ``size`` bytes."""
@@ -78,13 +79,14 @@ class Ways:
             return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
 
     def note_refusal(self, device: int) -> None:
-        """Note that this file system takes no direct writes."""
+        """Note that this file system refuses direct writes."""
         with self._lock:
             self._refused.add(device)
 
     def took(self, kind: Kind, way: Way, size: int, seconds: float, kept: int = 0) -> None:
         """Note how long ``size`` bytes took, from the first one to all of them on the medium. kept:
-        so many of them were there; this is no measure then, and the page cache alone can tell."""
+        bytes that the file had already; such a time is no measure, and only the page cache can find
+        them."""
         with self._lock:
             self._had_most.discard((kind, size))
             # Bytes that need not be written say nothing about how fast writing is.
@@ -95,7 +97,7 @@ class Ways:
                 times.append(seconds / size)
 
     def speeds(self, kind: Kind) -> dict[Way, int]:
-        """Return what was measured of each way, in bytes per second: medians, the preferred way
+        """Return the measured speed of each way, in bytes per second: medians, the preferred way
         first."""
         with self._lock:
             took = {way: self._took[kind, way] for way in Way if (kind, way) in self._took}
