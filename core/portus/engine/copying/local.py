@@ -1,13 +1,12 @@
 """Moves bytes between this process and a pool on the same machine, hashing them on the way.
 
-Two engines do the innermost loop: the helper in C (``native``) where it is there, and pure Python.
-Both give the same bytes and the same digests. A call works through batches, so that a mapped
-medium starts to write back early, a ``Stop`` is seen, and Python's signals are handled.
+Two engines do the innermost loop: the helper in C (``native``) if it is there, else pure Python.
+Both give the same bytes and digests. A call works in batches, so that a mapped medium starts to
+write back early, the call notices a ``Stop``, and Python handles signals.
 
-What is promised: when a call returns, its digests are of the bytes that it left where they were
-to go, also if a source changed meanwhile, so what is committed loads (V2). Whether these are what
-the source held at one moment is for the fence and the guard. When a call raises, the extents
-(``copy``) or the targets (``fetch``) hold anything.
+The promise: when a call returns, its digests are of the bytes that it left at their target, also if
+a source changed meanwhile, so committed bytes load (V2). The fence and the guard ensure that they
+are of one moment. After an error, the extents (``copy``) or the targets (``fetch``) hold anything.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
 
 BATCH: Final = 128 << 20
-"""Bytes for one call of an engine, at most (one unit at least); then write-back may begin."""
+"""Bytes for one call of an engine, at most (at least one unit); then write-back may begin."""
 
 PIECE: Final = 2 << 20
 """Bytes that pure Python copies, and then hashes, in one step. Smaller pieces stay warmer, but each
@@ -61,7 +60,7 @@ STORE: Final = 512 << 10
 """Bytes of one store of a big source."""
 
 FIRST: Final = 512
-"""Bytes that tell of most pieces that they are not what a file has."""
+"""Bytes that show of most pieces that a file does not have them."""
 
 TWO_THREADS_MIN: Final = 64 << 20
 """Bytes from which a second thread is worth its start."""
@@ -84,20 +83,20 @@ class Engine(Protocol):
         kept: ctypes.c_int64 | None = None,
     ) -> None:
         """Copy each of ``segments`` (whole units) to its address in ``target`` (None: only hash),
-        or, given an open ``file``, to that offset in it; and note in ``digests``, and in ``crcs``
-        if they are wanted, what is there then. kept: what the file has already is not written, and
-        its bytes are counted here. Counts on ``stop``, and raises ``StoppedError``, and ``OSError``
-        for a write that failed."""
+        or, given an open ``file``, to that offset in it. Note the digests of the result in
+        ``digests``, and its CRC32s in ``crcs`` if that is given. kept: counts bytes that the file
+        has already, which are not written. Counts on ``stop``, and raises ``StoppedError``, and
+        ``OSError`` for a write that failed."""
 
     def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
-        """True if each segment has the bytes at its address in ``target``.
+        """Return True if each segment has the bytes at its address in ``target``.
 
         Raises ``StoppedError``.
         """
 
 
 class PurePython:
-    """The engine that is always there."""
+    """The engine that works everywhere."""
 
     def move(
         self,
@@ -120,7 +119,7 @@ class PurePython:
                     stop.check()
                     step = min(PIECE, length - start)
                     if file >= 0:
-                        moved = buffer[:step]  # where it cannot change any more
+                        moved = buffer[:step]  # a copy, which cannot change any more
                         moved[:] = _view(source_start + start, step)
                     else:
                         moved = _view(target_start + start, step)
@@ -169,7 +168,7 @@ def copy(
     crcs: a row for each digest, which is filled with the CRC32 of the same bytes. The bytes count
     as stored, not as persisted. Blocks; the helper works in a thread of low priority until
     ``stop.is_awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
-    what the medium raises. ``engine`` is for tests; by default the best.
+    the errors of the medium. ``engine`` is for tests; by default the best.
     """
     segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
     call = _Call(medium, engine or best_engine(), digests, stop, crcs)
@@ -187,7 +186,7 @@ def copy(
 def hash_sources(
     sources: Sequence[Source] | Sources, stop: Stop, *, engine: Engine | None = None
 ) -> Digests:
-    """The digests of ``sources``; their extents are ignored. Blocks. Raises ``StoppedError``."""
+    """Return the digests of ``sources``, without extents. Blocks. Raises ``StoppedError``."""
     engine = engine or best_engine()
     segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
     for batch in segments.batches(BATCH):
@@ -202,10 +201,10 @@ def same_bytes(
     *,
     engine: Engine | None = None,
 ) -> bool:
-    """True if all ``sources`` have the bytes that their extents hold.
+    """Return True if all ``sources`` have the bytes that their extents hold.
 
-    Loads, and never looks through a mapping: a bad sector is a ``MediumError``, not the end of
-    the process. Blocks. Raises ``StoppedError``, and what the medium raises.
+    Loads, and reads through no mapping: a bad sector is a ``MediumError``, not the end of the
+    process. Blocks. Raises ``StoppedError``, and the errors of the medium.
     """
     engine, stop = engine or best_engine(), stop or Stop()
     columns = _columns([sources] if isinstance(sources, Source) else sources)
@@ -218,8 +217,8 @@ def same_bytes(
 
 
 def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
-    """Bytes that were just stored, a short piece at each offset, end to end. Looks through a
-    mapping: it was stored through that as well. Blocks. Raises what the medium raises."""
+    """Return bytes that were just stored, a short piece at each offset, end to end, through a
+    mapping if the medium has one. Blocks. Raises the errors of the medium."""
     if _is_mapped(medium) and len(offset):
         start, end = int(offset.min()), int((offset + length).max())
         return bytes_at(medium.address(Extent(start, end - start)) + offset - start, length)
@@ -233,8 +232,7 @@ def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.ui
 
 
 def load_stored(medium: Medium, target: Source) -> None:
-    """Fill a target (a writable address) from its extents, to which it was just stored by ``copy``:
-    as ``read_stored``, and without a digest."""
+    """Fill a target (a writable address) from extents just stored by ``copy``; return no digest."""
     address = target.address
     for extent in target.extents:
         if _is_mapped(medium):
@@ -251,10 +249,9 @@ def fetch(
     *,
     engine: Engine | None = None,
 ) -> Digests:
-    """Fill ``targets`` (writable addresses) from their extents; the digests of what arrived.
+    """Fill ``targets`` (writable addresses) from their extents; return the digests of what arrived.
 
-    Blocks; takes a second thread for big totals. Raises ``StoppedError``, and what the medium
-    raises.
+    Blocks; takes a second thread for big totals. Raises ``StoppedError`` and the medium's errors.
     """
     columns = _columns(targets).require(addresses=True, extents=True)
     if isinstance(medium, RemoteMedium):
@@ -269,8 +266,8 @@ def check(
     *,
     engine: Engine | None = None,
 ) -> Digests:
-    """The digests of what the extents of ``sources`` hold; their addresses are ignored. Blocks and
-    raises as ``fetch``."""
+    """Return the digests of the extents of ``sources``, without addresses. Blocks, raises as
+    ``fetch``."""
     columns = _columns(sources).require(addresses=False, extents=True)
     if isinstance(medium, RemoteMedium):
         return medium.check(columns, stop)
@@ -278,24 +275,24 @@ def check(
 
 
 def best_engine() -> Engine:
-    """The helper if it can be used, else pure Python."""
+    """Return the helper if it can be used, else pure Python."""
     return native.helper() or PurePython()
 
 
 def _is_there(file: int, data: memoryview, offset: int) -> bool:
-    """True if the file has these bytes there."""
+    """Return True if the file has these bytes at the offset."""
     first = data[:FIRST].tobytes()
     try:
         return os.pread(file, len(first), offset) == first and (
             os.pread(file, len(data), offset) == data.tobytes()
         )
-    except OSError:  # what cannot be read is written
+    except OSError:  # unreadable bytes are written
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one call works with."""
+    """The arguments of one call."""
 
     medium: Medium
     engine: Engine
@@ -305,13 +302,14 @@ class _Call:
 
 
 def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
-    """Return True if the medium is mapped. ``isinstance`` would get every member of the protocol,
+    """Return True if the medium is mapped. ``isinstance`` would read all members of the protocol,
     and take longer than a copy of 100 small storages."""
     return getattr(medium, "address", None) is not None
 
 
 def _addresses_in(medium: MappedMedium, segments: Segments) -> Column:
-    """Return the address of each segment. One for all: a mapping is one range, and stays put."""
+    """Return the address of each segment, by one lookup: a mapping is one range, and never
+    moves."""
     box = segments.box()
     return segments.offset + (medium.address(box) - box.offset)
 
@@ -322,19 +320,19 @@ def _copy_mapped(call: _Call, medium: MappedMedium, batch: Segments) -> None:
         medium.expect(run)
     try:
         call.engine.move(batch, place, call.digests, call.stop, call.crcs)
-    finally:  # what was changed counts as stored, also if it was not all
+    finally:  # also after an error: changed bytes count as stored
         for run in runs:
             medium.wrote(run)
 
 
 def _scratch(segments: Segments) -> Buffer:
-    """Room for any batch of ``segments``: they may lie up to a page apart. No more than they need:
-    a host has many threads, and an allocator keeps for each what it once had."""
+    """Return room for any batch of ``segments``: they may be up to a page apart. Not more than
+    needed: a host has many threads, and an allocator keeps for each what it once had."""
     return np.empty(min(SCRATCH, segments.size + PAGE * len(segments)), np.uint8)
 
 
 def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
-    """A big unit is stored piece by piece; small ones are gathered first, for few stores."""
+    """Store a big unit piece by piece; gather small ones first, for few stores."""
     if batch.size > SCRATCH:
         _store_unit(call, batch, scratch)
         return
@@ -346,7 +344,7 @@ def _copy_stored(call: _Call, batch: Segments, scratch: Buffer) -> None:
 
 
 def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
-    """Store one big unit, from where it cannot change any more."""
+    """Store one big unit, from a buffer where it cannot change any more."""
     hasher, crc = xxhash.xxh3_128(), 0
     for address, offset, length in _rows(unit.pieces(STORE)):
         call.stop.check()
@@ -365,7 +363,7 @@ def _store_unit(call: _Call, unit: Segments, scratch: Buffer) -> None:
 def _arrive(
     medium: Medium, sources: Sources, stop: Stop, engine: Engine | None, *, keep: bool
 ) -> Digests:
-    """Load all sources and hash them, and leave them at their addresses if they are to be kept."""
+    """Load all sources and hash them; ``keep``: leave them at their addresses."""
     segments, digests = cut(sources)
     call = _Call(medium, engine or best_engine(), digests, stop)
     if len(segments) and _is_memory(medium, segments):
@@ -391,18 +389,19 @@ def _arrive(
 
 
 def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
-    """True if the bytes are memory, tmpfs or plain: then no sector under an address can be bad."""
+    """Return True if the bytes are memory, tmpfs or plain: no sector under an address can be
+    bad."""
     if not _is_mapped(medium) or not medium.info.volatile:
         return False
     try:
         _addresses_in(medium, segments)
-    except MediumError:  # poisoned for writing; it can still be loaded from
+    except MediumError:  # poisoned for writing; loads still work
         return False
     return True
 
 
 def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) -> None:
-    """Load one big unit straight to where it goes, and hash it there while it is warm."""
+    """Load one big unit straight to its target, and hash it there while it is warm."""
     hasher = xxhash.xxh3_128()
     for address, offset, length in _rows(unit.pieces(LOAD)):
         call.stop.check()
@@ -414,13 +413,13 @@ def _arrive_unit(call: _Call, unit: Segments, scratch: Buffer, *, keep: bool) ->
 
 
 def _move_arrived(call: _Call, batch: Segments, place: Column, *, keep: bool) -> None:
-    """Hash what is at ``place``, and copy it where it goes in the same pass."""
+    """Hash the bytes at ``place``, and copy them to their target in the same pass."""
     arrived = replace(batch, address=place)
     call.engine.move(arrived, batch.address if keep else None, call.digests, call.stop)
 
 
 def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Column:
-    """Load ``batch`` into ``scratch``, neighbours at once; the address there of each segment."""
+    """Load ``batch`` into ``scratch``, neighbours together; return each segment's address there."""
     runs = batch.runs()
     for run, place in _lay_out(runs, scratch):
         stop.check()
@@ -429,7 +428,7 @@ def _load(medium: Medium, batch: Segments, scratch: Buffer, stop: Stop) -> Colum
 
 
 def _lay_out(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memoryview]]:
-    """Yield each run with its place, when all are laid into ``scratch`` end to end."""
+    """Yield each run with its place, when all are put into ``scratch`` end to end."""
     start = 0
     for run in runs:
         assert start + run.length <= len(scratch)
@@ -438,7 +437,7 @@ def _lay_out(runs: list[Extent], scratch: Buffer) -> Iterator[tuple[Extent, memo
 
 
 def _places(batch: Segments, runs: list[Extent], scratch: Buffer) -> Column:
-    """The address of each segment when ``runs``, which hold them, are laid into ``scratch``."""
+    """Return each segment's address when ``runs``, which hold them, are put into ``scratch``."""
     run_start = np.array([run.offset for run in runs], np.int64)
     run_length = np.array([run.length for run in runs], np.int64)
     run_of = np.searchsorted(run_start, batch.offset, "right") - 1
@@ -447,7 +446,7 @@ def _places(batch: Segments, runs: list[Extent], scratch: Buffer) -> Column:
 
 
 def _gains_by_two(segments: Segments, engine: Engine) -> bool:
-    """Pure Python has its lock for small segments most of the time; two threads then only fight."""
+    """Return False for small segments in pure Python: two threads would compete for its lock."""
     many = segments.size >= TWO_THREADS_MIN
     return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
 
@@ -475,17 +474,17 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
         except BaseException as error:
             failed.append(error)
 
-    # No pool of threads: the exit of the process would wait for it, whatever it hangs in.
+    # No pool of threads: the exit of the process would wait for it, even if it hangs.
     second = JoinableThread(take_part_beside, "portus-copying")
     try:
         second.start()
-    except RuntimeError:  # the interpreter is going down, and starts no thread any more
+    except RuntimeError:  # the interpreter is ending, and starts no thread any more
         take_part()
         return
     try:
         take_part()
     finally:
-        finish([second])  # it reads or writes memory that is the caller's
+        finish([second])  # it reads or writes the caller's memory
     if failed:
         raise failed[0]
 
@@ -495,6 +494,6 @@ def _columns(sources: Sequence[Source] | Sources) -> Sources:
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:
-    """(address, offset, length) of each."""
+    """Yield (address, offset, length) of each segment."""
     columns = (segments.address, segments.offset, segments.length)
     return zip(*(column.tolist() for column in columns), strict=True)

@@ -1,9 +1,9 @@
 """The optional helper in C: one call for a whole list of segments, without Python's lock.
 
-``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module,
-and the CRC32 inside the one of ``isal``, whose functions are found by name in those files. A helper
-that is of another version, or computes anything else than these do, is refused, which is said, and
-pure Python does the work; so it does where there is none.
+``native.c`` has no hash of its own. It calls the xxHash inside the ``xxhash`` extension module, and
+the CRC32 inside the one of ``isal``, whose functions are found by name in those files. A helper of
+another version, or with other results than theirs, is refused with a warning, and pure Python does
+the work, as it does without a helper.
 
 It also closes descriptors in children of the ``fork()`` of C, which pure Python cannot.
 """
@@ -39,10 +39,10 @@ WRITTEN: Final = 128 << 10
 """Bytes that are copied, hashed, and then written to a file, while the next cache holds them."""
 
 PATIENT_THREAD_MIN: Final = 1 << 20
-"""Bytes from which a thread of low priority is worth its start, while nobody waits."""
+"""Bytes from which a thread of low priority is worth its start, while no thread waits."""
 
 SECOND_THREAD_MIN: Final = 32 << 20
-"""Bytes from which a second thread is worth its start, while somebody waits."""
+"""Bytes from which a second thread is worth its start, while a thread waits."""
 
 # The fields of ``struct hash``, in order. Builds for x86 that pick the best instructions of the
 # processor at run time export that choice under a second name.
@@ -60,7 +60,7 @@ _CRC: Final = ("crc32_gzip_refl",)
 
 
 class _RefusedError(Exception):
-    """Why there is no helper."""
+    """The reason why there is no helper."""
 
 
 class Helper:
@@ -93,8 +93,8 @@ class Helper:
         kept: ctypes.c_int64 | None = None,
     ) -> None:
         size = segments.size
-        # The most it may use: the helper itself looks at ``stop.awaited`` while it works, and
-        # starts the second thread only once somebody waits.
+        # The most that it may use: the helper reads ``stop.awaited`` while it works, and starts the
+        # second thread only once another thread waits.
         threads = int(size >= PATIENT_THREAD_MIN)
         if size >= SECOND_THREAD_MIN and len(os.sched_getaffinity(0)) > 1:
             threads = 2
@@ -136,8 +136,8 @@ class Helper:
 
 
 def load(path: str) -> Helper | None:
-    """The helper at ``path``, loaded and tested. None if there is none, or, with a warning in the
-    log, if it cannot be used."""
+    """Return the helper at ``path``, loaded and tested. Return None if there is none, or, with a
+    warning in the log, if it cannot be used."""
     if not os.path.exists(path):  # no compiler at the build, or no Linux: nothing to warn of
         return None
     try:
@@ -156,7 +156,7 @@ def load(path: str) -> Helper | None:
 
 @functools.cache
 def helper() -> Helper | None:
-    """The helper of this installation; looked for at the first call."""
+    """Return the helper of this installation, which the first call looks for."""
     return load(PATH)
 
 
@@ -199,7 +199,8 @@ def _pointer(column: Column | None) -> int | None:
 
 
 def _agrees(engine: Helper) -> bool:
-    """True if it copies, and hashes as ``xxhash`` does: at once, in pieces, over two segments."""
+    """Return True if it copies, and hashes as ``xxhash`` does: at once, in pieces, over two
+    segments."""
     data = np.frombuffer(random.Random(0).randbytes(2 * PIECE + 800), np.uint8)
     copied = ~data  # differs from ``data`` in each byte that is not copied
     address, length = data.ctypes.data, len(data)

@@ -1,9 +1,9 @@
-"""What is copied: sources, the segments that they are cut into, and the signal to stop.
+"""The objects of a copy: sources, the segments that they are cut into, and the signal to stop.
 
-Theory. All sources of one call, laid end to end, are a *stream* of bytes; so are all their
-extents. Cutting the stream wherever a source, a unit (16 MiB of one source) or an extent begins
-gives *segments*: runs that are contiguous on both sides and lie in one unit. An engine then needs
-no more than columns of addresses and lengths, so 10,000 small sources cost one call.
+Theory. All sources of one call, put end to end, are a *stream* of bytes; so are all their extents.
+Cutting the stream wherever a source, a unit (16 MiB of one source) or an extent begins gives
+*segments*: runs that are contiguous on both sides and within one unit. An engine then needs only
+columns of addresses and lengths, so 10,000 small sources cost one call.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ Column = NDArray[np.int64]
 
 Digests = NDArray[np.uint8]
 """(units, 16) uint8: the units of all sources, one after another. A source has
-``unit_count(length)`` rows, so an empty one has one row, the digest of nothing."""
+``unit_count(length)`` rows, so an empty one has one row, the digest of no bytes."""
 
 Crcs = NDArray[np.uint32]
 """(units,) uint32: the CRC32 of each unit, as zip files have it."""
 
 PROBE: Final = 64
-"""Bytes of a source that an audit compares. They lie at multiples of it from its start, so none
-lies in two extents."""
+"""Bytes of a source that an audit compares, in one piece. Pieces begin at multiples of it from the
+start of the source, so none crosses an extent."""
 
 PROBE_EACH: Final = 64 << 10
-"""Bytes of a source from one of them to the next; besides, there is one at its end."""
+"""Bytes of a source from one piece to the next; one more piece is at its end."""
 
 
 class StoppedError(AbandonedError):
-    """The ``Stop`` of a call was set before it was through. What it wrote so far is of no use."""
+    """The ``Stop`` of a call was set before the call ended. The bytes written so far are of no
+    use."""
 
 
 class Stop:
-    """Asks a running call to end, from any thread, and tells how far it is.
+    """Asks a running call to end, from any thread, and counts its progress.
 
-    It may be given to several calls; ``bytes_done`` then counts the bytes of all of them.
-    ``is_awaited``: somebody waits for the call, so it may take processors from others; it may be
-    set and cleared while the call runs.
+    Several calls may share it; ``bytes_done`` then counts the bytes of all of them. ``is_awaited``:
+    a thread waits for the call, so it may take processors from others; it may be set and cleared
+    while the call runs.
     """
 
     def __init__(self, *, awaited: bool = True) -> None:
@@ -56,20 +57,21 @@ class Stop:
         self._lock = threading.Lock()  # for ``add``, in pure Python; the helper adds atomically
 
     def set(self) -> None:
-        """Ask. Calls that were given this raise ``StoppedError`` within milliseconds, for good."""
+        """Ask for the end. Calls with this stop raise ``StoppedError`` within milliseconds, for
+        good."""
         self._shared[0] = 1
 
     def is_set(self) -> bool:
         return self._shared[0] != 0
 
     def check(self) -> None:
-        """Raise ``StoppedError`` if asked."""
+        """Raise ``StoppedError`` if the stop is set."""
         if self.is_set():
             raise StoppedError(f"stopped by request after {self.bytes_done} bytes")
 
     @property
     def is_awaited(self) -> bool:
-        """True if somebody waits for the call."""
+        """True if a thread waits for the call."""
         return self._shared[2] != 0
 
     @is_awaited.setter
@@ -78,7 +80,7 @@ class Stop:
 
     @property
     def bytes_done(self) -> int:
-        """Bytes that were copied, hashed or compared so far."""
+        """Bytes copied, hashed or compared so far."""
         return self._shared[1]
 
     def add(self, length: int) -> None:
@@ -94,11 +96,11 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One storage in this process, and where it is in the pool.
+    """One storage in this process, and its place in the pool.
 
     ``address`` is of its first byte; 0 where ``length`` (bytes) is 0, or nothing is moved.
-    ``extents`` hold it in order and have the same length together; none means that the call
-    needs no pool. The caller keeps the memory alive during the call.
+    ``extents`` hold it in order and have the same length together; none means that the call needs
+    no pool. The caller keeps the memory alive during the call.
     """
 
     address: int
@@ -118,8 +120,8 @@ class Sources:
     """Many sources as columns: no Python object for each.
 
     ``address`` and ``length``: one row for each source. ``extent_offset`` and ``extent_length``:
-    the extents of all sources, in order; what counts is that the lengths add up to those of the
-    sources, so one extent may hold many small sources side by side. Empty: no pool is needed.
+    the extents of all sources, in order. Only their total length must equal that of the sources, so
+    one extent may hold many small sources side by side. Empty: no pool is needed.
     """
 
     address: Column
@@ -151,7 +153,7 @@ class Sources:
         return int(self.length.sum())
 
     def require(self, *, addresses: bool, extents: bool) -> Sources:
-        """Return these sources, if they have what is asked for. Raises ``UsageError`` if not."""
+        """Return these sources. Raise ``UsageError`` if they lack required addresses or extents."""
         if addresses and bool(np.any((self.address == 0) & (self.length > 0))):
             raise UsageError("sources: expected an address for each, found 0")
         if extents and self.size and not len(self.extent_length):
@@ -166,7 +168,8 @@ class Sources:
 
     @classmethod
     def of(cls, sources: Sequence[Source]) -> Sources:
-        """The columns of ``sources``. All of them have extents, or none; empty ones aside."""
+        """Return the columns of ``sources``. All of them have extents, or none; empty ones
+        aside."""
         extents = [extent for source in sources for extent in source.extents]
         return cls(
             address=_column([source.address for source in sources]),
@@ -197,7 +200,8 @@ class Segments:
         return int(self.length.sum())
 
     def part(self, which: slice | Column | NDArray[np.bool_]) -> Segments:
-        """Some segments, by places or a mask; each keeps its row. Those of a slice are views."""
+        """Return some segments, by places or a mask; each keeps its row. Those of a slice are
+        views."""
         return Segments(
             address=self.address[which],
             offset=self.offset[which],
@@ -206,15 +210,15 @@ class Segments:
         )
 
     def of_units(self, rows: Column) -> Segments:
-        """The segments of some units, by their rows, in the order of ``rows``; their rows are
-        counted anew."""
+        """Return the segments of some units, by their rows, in the order of ``rows``; the new rows
+        count from 0."""
         first = np.searchsorted(self.row, rows, "left")
         counts = np.searchsorted(self.row, rows, "right") - first
         index = ranges(first, counts)
         return replace(self.part(index), row=np.repeat(np.arange(len(rows)), counts))
 
     def pieces(self, size_max: int) -> Segments:
-        """Return the same bytes in segments of ``size_max`` at most, each taken for a unit."""
+        """Return the same bytes in segments of ``size_max`` at most, each a unit of its own."""
         count = -(-self.length // size_max)
         owner = np.repeat(np.arange(len(self)), count)
         start = (np.arange(len(owner)) - (np.cumsum(count) - count)[owner]) * size_max
@@ -226,7 +230,7 @@ class Segments:
         )
 
     def batches(self, size_max: int, *, gap: int = 0) -> Iterator[Segments]:
-        """Runs of whole units, ``size_max`` bytes at most, or else one unit.
+        """Yield runs of whole units, ``size_max`` bytes at most, or else one unit.
 
         ``gap`` bytes are counted on top of each segment.
         """
@@ -244,8 +248,8 @@ class Segments:
             start, done = int(ends[unit - 1]), int(bytes_before[unit - 1])
 
     def sources_at(self, place: Column) -> Sources:
-        """The segments as they lie at ``place``, as sources that go to their extents: a source for
-        each unit. The segments of one unit lie end to end there."""
+        """Return the segments at ``place`` as sources that go to their extents: a source for each
+        unit. The segments of one unit are end to end there."""
         first = np.flatnonzero(np.diff(self.row, prepend=-1))
         return Sources(
             address=place[first],
@@ -255,15 +259,16 @@ class Segments:
         )
 
     def box(self) -> Extent:
-        """The smallest extent of the pool with all of them in it."""
+        """Return the smallest extent of the pool that holds all segments."""
         start = int(self.offset.min())
         return Extent(start, int((self.offset + self.length).max()) - start)
 
     def runs(self, gap: int = PAGE) -> list[Extent]:
-        """Where they are in the pool, in order of offset; those less than ``gap`` apart joined.
+        """Return their places in the pool, in order of offset; those less than ``gap`` apart
+        joined.
 
-        What lies between two of them less than a page apart is in pages that they touch, and
-        reservations are whole pages: whoever has the two has that too.
+        Bytes between two of them less than a page apart are in pages that they touch, and
+        reservations are whole pages: the owner of the two owns these bytes too.
         """
         order = np.argsort(self.offset, kind="stable")
         starts = self.offset[order]
@@ -277,20 +282,20 @@ class Segments:
 
 
 def owners(lengths: Column) -> Column:
-    """The source of each unit of sources of these lengths."""
+    """Return the source of each unit of sources of these lengths."""
     counts = unit_counts(lengths)
     return np.repeat(np.arange(len(counts)), counts)
 
 
 def equal_storages(left: Digests, right: Digests, lengths: Column) -> Column:
-    """Positions of the storages all of whose unit digests are equal on both sides."""
+    """Return the positions of the storages all of whose unit digests are equal on both sides."""
     equal = np.ones(len(lengths), np.bool_)
     equal[owners(lengths)[np.any(left != right, axis=1)]] = False
     return np.flatnonzero(equal)
 
 
 def unit_spans(offset: Column, length: Column) -> tuple[Column, Column]:
-    """The offset and the length of each unit of runs of bytes, in order."""
+    """Return the offset and the length of each unit of runs of bytes, in order."""
     counts = unit_counts(length)
     rank = ranges(np.zeros_like(counts), counts)
     begin = np.repeat(offset, counts) + rank * UNIT
@@ -298,14 +303,15 @@ def unit_spans(offset: Column, length: Column) -> tuple[Column, Column]:
 
 
 def ranges(first: Column, counts: Column) -> Column:
-    """first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
+    """Return first[0], first[0] + 1, ... (counts[0] of them), first[1], ..."""
     before = np.cumsum(counts) - counts
     ranges: Column = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
     return ranges
 
 
 def cut(sources: Sources) -> tuple[Segments, Digests]:
-    """The segments of ``sources``, and their digests: those of empty sources set, the rest zero."""
+    """Return the segments of ``sources``, and their digests: those of empty sources set, the rest
+    zero."""
     if _are_segments(sources):
         segments = Segments(
             address=sources.address,
@@ -342,7 +348,7 @@ def cut(sources: Sources) -> tuple[Segments, Digests]:
 
 
 def _are_segments(sources: Sources) -> bool:
-    """True if each of them is one unit in one extent, as most storages of most states are."""
+    """Return True if each source is one unit in one extent, as most storages of most states are."""
     length = sources.length
     return (
         len(length) > 0
@@ -360,19 +366,20 @@ class RemoteMedium(Protocol):
         """Fill ``targets`` from their extents, and return the digests, as ``local.fetch`` does."""
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """Return the digests of what the extents of ``sources`` hold, as ``local.check`` does. The
-        bytes stay where they are, if the other machine can hash them."""
+        """Return the digests of the bytes in the extents of ``sources``, as ``local.check`` does.
+        The bytes stay where they are, if the other machine can hash them."""
 
 
 def memory(address: int, length: int) -> memoryview:
-    """The ``length`` bytes at ``address``; the caller keeps them alive, and writes if it may."""
+    """Return the ``length`` bytes at ``address``. The caller keeps them alive, and writes to them
+    only if it may."""
     view: memoryview = _memory_view(address, length, _WRITABLE)
     return view
 
 
 def bytes_at(address: Column, length: Column) -> NDArray[np.uint8]:
-    """Short pieces of memory, end to end; the caller keeps them alive. Fast where pieces of one
-    length follow each other. No length is 0."""
+    """Return short pieces of memory, end to end; the caller keeps them alive. Fast where pieces of
+    one length follow each other. No length is 0."""
     found = [np.empty(0, np.uint8)]
     for run in np.split(np.arange(len(length)), np.flatnonzero(np.diff(length)) + 1):
         if len(run):

@@ -10,21 +10,21 @@ from typing import Final, TypeVar
 _Item = TypeVar("_Item")
 
 DEAF_S_MAX: Final = 0.25
-"""The longest wait at a time. Python runs a signal's handler late if the signal comes just before
-its thread blocks: when that wakes up."""
+"""The longest wait at a time. If a signal comes just before its thread blocks, Python runs the
+handler only when the thread wakes up."""
 
 
 class JoinableThread(threading.Thread):
     """A thread whose end is waited for reliably, whatever a signal handler raises in the wait.
 
-    Before Python 3.13, Ctrl-C in ``threading.Thread.join`` makes Python take a thread for ended
+    Before Python 3.13, Ctrl-C in ``threading.Thread.join`` makes Python treat a thread as ended
     that still runs: ``is_alive`` is false from then on, and the next ``join`` returns at once
-    (``_wait_for_tstate_lock``). Whoever then closes a pool, or gives memory back, takes it from a
+    (``_wait_for_tstate_lock``). Code that then closes a pool, or frees memory, takes it from a
     thread that uses it. The exit of the process does not wait for such a thread.
     """
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
-        """work: what it does; it keeps its own errors."""
+        """work: the function to run; it keeps its own errors."""
         super().__init__(name=name, daemon=True)
         self._work = work
         self._is_over = False
@@ -36,12 +36,12 @@ class JoinableThread(threading.Thread):
         try:
             self._work()
         finally:
-            del self._work  # and with it what it uses
-            self._is_over = True  # before: who took the lock and was interrupted need not again
+            del self._work  # and with it the objects that it uses
+            self._is_over = True  # before: an interrupted join need not take the lock again
             self._running.release()
 
     def is_alive(self) -> bool:
-        """True from its start until its work is done."""
+        """Return True from its start until its work is done."""
         return self.ident is not None and not self._is_over
 
     def join(self, timeout: float | None = None) -> None:
@@ -56,7 +56,8 @@ class JoinableThread(threading.Thread):
 
 
 def finish(threads: Iterable[JoinableThread]) -> None:
-    """Wait until all of them are over. Ctrl-C is raised then: for who owns memory that they use."""
+    """Wait until all threads have ended, and only then raise Ctrl-C: the caller owns memory that
+    they use."""
     raised: BaseException | None = None
     for thread in threads:
         while thread.is_alive():
@@ -80,6 +81,6 @@ class SharedIterator(Iterator[_Item]):
             return next(self._items)
 
     def end(self) -> None:
-        """Give nobody any more items."""
+        """Hand out no more items."""
         with self._guard:
             self._items = iter(())
