@@ -1,14 +1,15 @@
-"""Whether a version is the state at the call: what was stored, against what was there then (V7).
+"""Whether a version is the state at the call: compares the stored bytes with those of the call
+(V7).
 
-The fence keeps known writers out while a storage is read late. Against unknown ones, something is
-noted of every late storage at the call, and compared with what was stored once the copy has ended
-and before the fence opens:
+The fence keeps known writers out while a storage is read late. Against unknown ones, an audit notes
+facts of every late storage at the call, and compares them with the stored bytes once the copy has
+ended and before the fence opens:
 
 - its digests (``DigestAudit``): exact, on every system;
-- that the kernel tells of writes to its pages (``WatchAudit``): exact too, and nearly free where
+- the kernel's record of writes to its pages (``WatchAudit``): exact too, and nearly free where
   pages are huge;
 - 64 bytes of each 64 KiB, and torch's counts of changes (``ProbeAudit``): sees storages that are
-  swapped, clamped, or have noise added, and not one row.
+  swapped, clamped, or have noise added, and misses a single row.
 
 ``Auditor`` chooses by price.
 """
@@ -58,17 +59,17 @@ HUGE_PAGES_S: Final = 0.1
 """Seconds that the worker asks for huge pages after a save."""
 
 WATCHED_MIN: Final = 1 << 20
-"""Bytes of a storage from which the kernel is asked about it."""
+"""Bytes of a storage from which the kernel watches it."""
 
 _UNKNOWN_S_PER_BYTE: Final = 1e-10
-"""What watching costs until it was timed: as with pages of 4 KiB."""
+"""The assumed cost of watching until it was timed: as with pages of 4 KiB."""
 
 _TIMED_MIN: Final = 4 << 20
-"""Bytes from which the time that they took says something about others."""
+"""Bytes from which their time is a measure for others."""
 
 
 class AuditMethod(str, enum.Enum):
-    """How a save was audited."""
+    """The method of a save's audit."""
 
     KERNEL = "kernel"
     HASH = "hash"
@@ -76,14 +77,14 @@ class AuditMethod(str, enum.Enum):
 
 
 def no_changes() -> Column:
-    """Where nobody counts."""
+    """Return no counts of changes."""
     return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class LateStorages:
     """The late storages of a save that have an address here, a row for each. ``changes``: a count
-    for each, which grows with every write that torch counts; none if there are no counts."""
+    for each, which grows with every write that torch counts; empty if there are no counts."""
 
     address: Column
     length: Column
@@ -94,25 +95,27 @@ class LateStorages:
         return int(self.length.sum())
 
     def part(self, rows: Column) -> LateStorages:
-        """Return some of them, without their counts."""
+        """Return some of the storages, without their counts."""
         return LateStorages(self.address[rows], self.length[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class StoredStorages:
-    """What ``draft`` stored of the late storages ``index``, and the digests of all their units."""
+    """The bytes that ``draft`` stored of the late storages ``index``, and the digests of all their
+    units."""
 
     index: Column
     digests: Digests
     draft: Draft
 
     def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        """Bytes at ``offset`` of some of them, end to end; None if they are out of sight."""
+        """Return bytes at ``offset`` of some storages, end to end; None if they cannot be read
+        back."""
         return self.draft.read_back(self.index[row], offset, length)
 
 
 class Audit(Protocol):
-    """What was noted at the call."""
+    """The facts noted at the call."""
 
     way: ClassVar[AuditMethod]
 
@@ -145,10 +148,10 @@ class DigestAudit(Audit):
 
 
 class WatchAudit(Audit):
-    """The kernel's word for big storages, digests for the others.
+    """The kernel's record of writes for big storages, digests for the others.
 
-    Others may have bytes in the first and the last page of a storage. What it has there itself is
-    kept, so where such a page was written, its digest at the call can still be told.
+    Other storages may have bytes in the first and the last page of a storage. Its own bytes there
+    are kept, so if such a page was written, its digest at the call can still be computed.
     """
 
     way = AuditMethod.KERNEL
@@ -156,7 +159,7 @@ class WatchAudit(Audit):
     def __init__(
         self, late: LateStorages, stop: Stop, watch: write_watch.WriteWatch, big: Column
     ) -> None:
-        """watch: of the storages in the rows ``big``, since before this is made."""
+        """watch: of the storages in the rows ``big``, begun before this constructor."""
         self._watch: Final = watch
         self._big: Final = big
         self._start: Final = late.address[big]
@@ -189,8 +192,8 @@ class WatchAudit(Audit):
         return ranges((np.cumsum(self._units) - self._units)[storages], self._units[storages])
 
     def _is_unchanged(self, number: int, stored: Digests) -> bool:
-        """True if the units at the ends of a big storage were stored as they were. Its pages
-        inside are as they were."""
+        """Return True if the units at the ends of a big storage were stored as they were. Its pages
+        inside are unchanged."""
         start, end = int(self._start[number]), int(self._end[number])
         inner_start, inner_end = int(self._inner_start[number]), int(self._inner_end[number])
         for unit in {0, (inner_end - start) // UNIT, len(stored) - 1} & set(range(len(stored))):
@@ -215,7 +218,7 @@ class ProbeAudit(Audit):
         count = -(-late.length // PROBE_EACH)
         row = np.repeat(np.arange(len(count)), count)
         each = (np.arange(len(row)) - (np.cumsum(count) - count)[row]) * PROBE_EACH
-        last = (late.length - 1) // PROBE * PROBE  # to the end: that may be all that is torn
+        last = (late.length - 1) // PROBE * PROBE  # to the end: the tear may be only there
         rows = np.concatenate([row, np.arange(len(count))])
         offset = np.concatenate([each, last])
         length = np.minimum(PROBE, late.length[rows] - offset)
@@ -228,12 +231,13 @@ class ProbeAudit(Audit):
         self._changes: Final = late.changes()
 
     def torn(self, stored: StoredStorages) -> Flags:
-        """What was stored out of sight (on a storage host) is taken to be what is here now."""
+        """Return which storages were torn. If the stored bytes cannot be read back (on a storage
+        host), the present ones stand for them."""
         found = stored.bytes_of(self._row, self._offset, self._length)
         different = (self._now() if found is None else found) != self._at_call
         torn = np.zeros(len(self._late.length), np.bool_)
         torn[np.repeat(self._row, self._length)[different]] = True
-        # Not enough by itself: a step with ``fused=True`` leaves torch's counts as they were.
+        # Not enough alone: a step with ``fused=True`` leaves torch's counts unchanged.
         if len(self._changes):
             torn |= self._late.changes() != self._changes
         return torn
@@ -244,7 +248,7 @@ class ProbeAudit(Audit):
 
 class Auditor:
     """Audits the saves of one run, at the price that ``guard`` allows. For one thread at a time,
-    but ``use_huge_pages`` and ``close`` of an audit run on another."""
+    except that ``use_huge_pages`` and ``close`` of an audit run on another."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard: Final = guard
@@ -256,7 +260,7 @@ class Auditor:
         self._said = False
 
     def begin(self, late: LateStorages, stop: Stop) -> Audit:
-        """Note what is there now. Raises ``StoppedError``."""
+        """Note the present state of the storages. Raises ``StoppedError``."""
         now_s = time.monotonic()
         since_s, self._last_s = now_s - self._last_s, now_s
         if self._guard == "probe":
@@ -290,7 +294,7 @@ class Auditor:
         self._dear, self._watch_s_per_byte = None, 0.0
 
     def _watch_s(self, late: LateStorages, big: Column) -> float:
-        """What watching costs training."""
+        """Return the seconds that watching costs training."""
         small = late.size - late.part(big).size
         return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
 
@@ -300,14 +304,14 @@ class Auditor:
         watch = write_watch.watch(part.address, part.length)
         if watch is None:
             return None
-        took_s = 2 * (time.perf_counter() - start)  # to end it costs as much
+        took_s = 2 * (time.perf_counter() - start)  # its end costs as much
         self._watch_s_per_byte = took_s / part.size
         if took_s > PRICE_S / 2:
             self._make_huge_soon(part)
         return WatchAudit(late, stop, watch, big)
 
     def _make_huge_soon(self, part: LateStorages) -> None:
-        """Have ``use_huge_pages`` ask for huge pages there, once."""
+        """Let ``use_huge_pages`` ask for huge pages there, once."""
         known = part.address.tobytes()
         if known != self._made_huge and write_watch.can_watch():
             self._made_huge, self._dear = known, part
@@ -334,7 +338,7 @@ class Auditor:
 
 
 def _copy_runs(start: Column, end: Column) -> list[bytes]:
-    """The bytes between each two addresses, as they are now."""
+    """Return copies of the bytes between each two addresses."""
     return [
         bytes(memory(*each)) for each in zip(start.tolist(), (end - start).tolist(), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The newest commit of this process, whatever it went to."""
+"""The newest commit of this process, at any place."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def note(version: VersionInfo) -> None:
 
 
 def newest() -> VersionInfo | None:
-    """Return what this process committed last; None if it committed nothing."""
+    """Return the newest commit of this process; None if there is none."""
     return _newest

@@ -1,4 +1,4 @@
-"""``Companion``: what accompanies the saves of one training, such as its journal or its mirror."""
+"""``Companion``: accompanies the saves of one training, such as its journal or its mirror."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ class Companion:
     """Is called at each point of a training's saves. Each method does nothing by default."""
 
     def fetch(self) -> object:
-        """Bring what other machines have of the training, before it begins. Raises
+        """Fetch what other machines have of the training, before it begins. Raises
         ``PortusError``."""
 
     def begin(self) -> None:
-        """Prepare for a save. Raises ``PortusError`` if that save must not be."""
+        """Prepare for a save. Raise ``PortusError`` to forbid it."""
 
     def note_start(self, path: str, save: Save) -> None:
-        """Note that a save to ``path``, absolute, is sure to end; empty: it has no path."""
+        """Note that a save to ``path``, absolute, is sure to end; "" for a save without a path."""
 
     def note_commit(self, path: str, save: Save) -> None:
-        """Note that what is at ``path`` was committed, before anybody is told. On the worker."""
+        """Note that the file at ``path`` was committed, before any waiter learns of it. On the
+        worker."""
 
     def removing(self, path: str) -> None:
-        """Note that what is at ``path`` is about to be removed. On the worker."""
+        """Note that the file at ``path`` is about to be removed. On the worker."""
 
     def over(self, save: Save) -> None:
-        """Note that a save has ended, and how. On the worker."""
+        """Note that a save has ended, and its result. On the worker."""
 
     def yield_space(self) -> bool:
-        """Give back space on a full disk. Return whether there was some."""
+        """Free space on a full disk. Return whether there was some."""
         return False
 
     def close(self) -> None:

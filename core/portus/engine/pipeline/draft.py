@@ -1,9 +1,10 @@
-"""A version that is being made: where the bytes of one save go, until the commit or ``release``.
+"""A version that is being made: the place of the bytes of one save, until the commit or
+``release``.
 
-This is the seam between a save and the place that it goes to. ``Save`` decides what is copied,
-what is shared, and whether it still counts; a draft places bytes, and makes them a version.
-``FileDraft`` does it in a directory, and ``PoolDraft`` in a pool that this process writes. The
-client of a storage host has another one, and on that host it is a ``PoolDraft`` again.
+This is the seam between a save and its place. ``Save`` decides what is copied, what is shared, and
+whether it still counts; a draft places bytes, and makes them a version. ``FileDraft`` does it in a
+directory, and ``PoolDraft`` in a pool that this process writes. The client of a storage host has
+another one, and on that host it is a ``PoolDraft`` again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from portus.engine.spec import VersionInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """What a version says of itself, besides its bytes. ``contents``: a pool's, of what is in its
+    """The facts of a version besides its bytes. ``contents``: of a pool, the contents of its
     storages. ``inexact``, ``metrics``: see ``VersionInfo``. ``keep``: which versions of the model
     stay: the same commit removes the others, and an older one of the same step; None: all stay."""
 
@@ -37,18 +38,18 @@ class Labels:
 
 
 class CommittedVersion(Protocol):
-    """What a commit made."""
+    """The result of a commit."""
 
     @property
     def info(self) -> VersionInfo:
-        """Return the version that was made."""
+        """The version that was made."""
 
 
 class Draft(Protocol):
-    """A save in the making, wherever it goes. One thread at a time; ``release`` may be called by
-    any, and again.
+    """A save in the making, at any place. One thread at a time; any thread may call ``release``,
+    and again.
 
-    All raise what the place raises: ``MediumError``, ``TransportError``, ``StoppedError``.
+    All raise the errors of the place: ``MediumError``, ``TransportError``, ``StoppedError``.
     """
 
     @property
@@ -57,30 +58,32 @@ class Draft(Protocol):
 
     @property
     def bounced_bytes(self) -> int:
-        """Bytes so far that did not go straight from where they lie to the pool."""
+        """Bytes so far that did not go straight from their memory to the pool."""
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of what was copied so far that were in their places already."""
+        """Bytes copied so far that were in their places already."""
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        """Place storages, by index, and copy them from their addresses; what was stored."""
+        """Place storages, by index, and copy them from their addresses; return the digests of the
+        stored bytes."""
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        """Copy storages that have no addresses."""
+        """Copy storages that have no addresses; return the digests of the stored bytes."""
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        """Let the version reach the bytes that ``before`` has for these storages, if they are
-        still there and are those at ``address``. False: nothing changed; copy them."""
+        """Let the version share the bytes that ``before`` has for these storages, if they still
+        exist and equal those at ``address``. Return False if nothing changed, and the caller must
+        copy."""
 
     def read_back(
         self, storage: Column, offset: Column, length: Column
     ) -> NDArray[np.uint8] | None:
-        """Bytes of storages that were copied or shared, a short piece at each offset, end to end;
-        None if they are out of sight."""
+        """Return bytes of storages that were copied or shared, a short piece at each offset, end to
+        end; None if they cannot be read back."""
 
     def commit(self, labels: Labels, before: Previous | None) -> CommittedVersion:
-        """Persist and commit."""
+        """Persist and commit, and return the version."""
 
     def release(self) -> None:
-        """Give up what is not committed. Raises nothing."""
+        """Discard uncommitted bytes. Raises nothing."""

@@ -1,4 +1,4 @@
-"""What the caller of save receives: a handle on one save, and its cost."""
+"""The caller's handle on one save, and its cost."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class RefusedSave:
         self.reported = False
 
     def join(self) -> None:
-        """Return at once: a save that never began is over."""
+        """Return at once: a save that never began has ended."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
-        """Raises ``error``."""
+        """Raise ``error``."""
         self.reported = True
         raise self.error
 
@@ -160,7 +160,7 @@ class SaveHandle:
         return self.of.stats
 
     def _refuse_in_child(self) -> None:
-        # What ends it is a thread of the parent, so who polls here would poll for ever.
+        # A thread of the parent ends it, so a caller here would poll for ever.
         if not self.of.over and self._process != os.getpid():
             raise UsageError(
                 f"a save of process {self._process}, asked for in process {os.getpid()}: the "

@@ -1,4 +1,4 @@
-"""What one save is made of, and where its bytes go, before a byte moves. No torch here."""
+"""The parts of one save, and their places, before a byte moves. No torch here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Memory of a device: its number, and the address there. ``owner``: the object whose life is
-    that of the memory."""
+    """Memory of a device: its number, and the address there. ``owner``: the object that keeps the
+    memory alive."""
 
     device: int
     address: int
@@ -32,16 +32,17 @@ class Feed(Protocol):
 
     @property
     def there(self) -> OnDevice:
-        """Where a network card finds it, after ``await_device``."""
+        """The place where a network card finds it, after ``await_device``."""
 
     def await_device(self) -> None:
-        """Return when the device has carried out what the storage's bytes come from."""
+        """Return when the device has done the work that the storage's bytes depend on."""
 
     def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
-        """(address, length) of each unit (16 MiB, the last one shorter) in host memory, in order.
+        """Yield (address, length) of each unit (16 MiB, the last one shorter) in host memory, in
+        order.
 
-        A unit is valid until the next one is asked for. When the last one was handed out, the
-        device's memory is not read any more.
+        A unit is valid until the next one is taken. After the last one, the device's memory is not
+        read any more.
         """
 
 
@@ -50,15 +51,15 @@ class Snapshot:
     """A state at the call of save, as the pipeline sees it.
 
     ``address`` and ``length``: of each storage, in this process, in bytes (address 0 if empty or
-    fed). ``late``: the storage stays as it is until the fence lets go, so it may be copied late;
-    the others are copied before the save returns. ``steady``: it probably equals what the
-    version before holds, so it is hashed before anything is copied. ``guarded``: the data
-    pointers of the late ones, by which a fence knows them. ``feeds``: by index, those on a
-    device. ``alive``: held until the save is over, so that no address is used again. ``owners``:
-    the object of each storage whose life is that of its memory; empty: nobody says. ``changes``:
-    a count for each storage, which grows with the writes to it that are counted. ``exposed``: the
-    indices of those in memory that other processes may have too; none of them is late.
-    ``metrics``, ``keep``: what the version is saved with, see ``Labels``.
+    fed). ``late``: the storage does not change until the fence opens, so it may be copied late; the
+    others are copied before the save returns. ``steady``: it probably equals that of the version
+    before, so it is hashed before anything is copied. ``guarded``: the data pointers of the late
+    ones, by which a fence knows them. ``feeds``: by index, those on a device. ``alive``: held until
+    the save has ended, so that no address is reused. ``owners``: the object of each storage that
+    keeps its memory alive; empty: unknown. ``changes``: a count for each storage, which grows with
+    the writes to it that are counted. ``exposed``: the indices of those in memory that other
+    processes may have too; none of them is late. ``metrics``, ``keep``: of the version, see
+    ``Labels``.
     """
 
     model: str
@@ -79,8 +80,8 @@ class Snapshot:
 
 
 class Previous(Protocol):
-    """The newest committed version of the same model, as far as a save compares its storages. Pools
-    alone have such versions, and the engine does not import them."""
+    """The newest committed version of the same model, as far as a save compares its storages. Only
+    pools have such versions, and the engine does not import them."""
 
     @property
     def length(self) -> Column:

@@ -1,4 +1,4 @@
-"""What one save is asked to do, and whoever is to be told of it."""
+"""The request for one save, with the methods that report its progress."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from portus.engine.settings.keep import Keep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What belongs to one save besides its state. Whoever is to be told of the save derives a class
-    that has some of the methods; the others do nothing. None may hold on to the state.
+    """The parts of one save besides its state. A class that follows the save overrides some of the
+    methods; the others do nothing. None may hold on to the state.
 
-    step: of training; 0 for a file that has a name alone. note: bytes for a record of the file.
-    follows_links: False replaces a link that is at the path, and leaves alone where it leads. base:
-    a directory whose hidden folder has the drafts, if it is above the files and on their file
-    system; else their own directory has them. removed_elsewhere: see ``Publisher.begin``.
-    metrics, keep: of a version in a pool, see ``Labels``.
+    step: of training; 0 for a file that only has a name. note: bytes for a record of the file.
+    follows_links: False replaces a link at the path, and leaves its target alone. base: a directory
+    whose hidden folder has the drafts, if it is above the files and on their file system; else
+    their own directory has them. removed_elsewhere: see ``Publisher.begin``. metrics, keep: of a
+    version in a pool, see ``Labels``.
     """
 
     step: int = 0
@@ -41,7 +41,7 @@ class SaveRequest:
         worker."""
 
     def note_commit(self, save: Save) -> None:
-        """Note that the files are there, before anybody is told. On the worker."""
+        """Note that the files are visible, before any waiter learns of it. On the worker."""
 
     def over(self, save: Save) -> None:
-        """Note that the save has ended, and how. On the worker."""
+        """Note that the save has ended, and its result. On the worker."""

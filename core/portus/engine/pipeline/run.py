@@ -3,12 +3,12 @@
     PLANNED -> COPYING -> COPIED -> COMMITTED
         \\________\\__________\\_____-> FAILED (also: given up)
 
-The caller's thread plans and copies what may not wait (``copy_now``); the worker copies the rest,
+The caller's thread plans, and copies what may not wait (``copy_now``); the worker copies the rest,
 audits, persists and commits (``run``). A fence waits for COPIED (``release``), and gives the save
-up when its time runs out: from then on the save never commits. Each change of stage is made
-under one lock, so that a save is either copied before the fence lets go or given up, never both.
+up when its time runs out: from then on the save never commits. One lock protects each change of
+stage, so that a save is either copied before the fence opens or given up, never both.
 
-The audit (V7) tells, once the copy has ended and before the fence opens, which storages were not
+Once the copy has ended and before the fence opens, the audit (V7) finds storages that were not
 stored as they were at the call. One such storage voids the save.
 """
 
@@ -40,7 +40,7 @@ _LEAVE_S: Final = 1.0
 
 
 class Stage(enum.IntEnum):
-    """How far a save is. Order matters: from COPIED on the source is not read any more."""
+    """The progress of a save. Order matters: from COPIED on the source is not read any more."""
 
     PLANNED = 0
     COPYING = 1
@@ -50,8 +50,8 @@ class Stage(enum.IntEnum):
 
 
 class SaveOwner:
-    """Whoever began a save: is asked by it, and told how it went. Each method does nothing where it
-    is not overridden, and none may hold on to the state."""
+    """The owner of a save, which begins it, answers its questions, and receives its result. Each
+    method does nothing unless it is overridden, and none may hold on to the state."""
 
     def before(self) -> Previous | None:
         """Return the newest version of the model, if there is one to share storages with."""
@@ -62,24 +62,24 @@ class SaveOwner:
         return str(index)
 
     def audit(self, late: LateStorages, stop: Stop) -> Audit | None:
-        """Note what is there of the late storages. Return None for no audit."""
+        """Note the present state of the late storages. Return None for no audit."""
         return None
 
     def torn(self, addresses: Sequence[int]) -> None:
         """Note the addresses of storages that an audit found torn. On the worker."""
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
-        """Note a commit, before anybody who waits is told. steady: which storages equalled those of
+        """Note a commit, before any waiter learns of it. steady: which storages equalled those of
         the version before, or the hint that was given, if there was none. On the worker."""
 
     def note_end(self, save: Save) -> None:
-        """Note that a save has ended, and how, after those who waited for it were told."""
+        """Note that a save has ended, and its result, after those who waited for it were woken."""
 
 
 class Save:
     """One save in flight, into ``draft``, and the work of the queue that carries it out.
 
-    asked_s: when it was asked for, by ``time.perf_counter``: ``total_s`` counts from there.
+    asked_s: the moment of the call, by ``time.perf_counter``: ``total_s`` counts from there.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Save:
         self.stats = SaveStats(state_bytes=int(snapshot.length.sum()))
         """The cost of this save so far."""
         self.reported = False
-        """True once somebody was told why it failed."""
+        """True once its failure was reported."""
         self.is_in_doubt = False
-        """True if the commit had begun before the save failed: the version may be there."""
+        """True if the commit had begun before the save failed: the version may exist."""
         self.inexact: Final[list[int]] = []
         """The storages, by index, that another process wrote while they were copied."""
         self.token: Final = snapshot.token
@@ -102,8 +102,8 @@ class Save:
         self._steady = snapshot.steady
         self._owner: Final = owner
         self._lock: Final = threading.RLock()
-        # Two, so that who waits for the end is woken once: each time takes Python's lock from the
-        # worker.
+        # Two, so that a thread that waits for the end is woken once: each time takes Python's lock
+        # from the worker.
         self._copied: Final = InterruptibleCondition(self._lock)
         self._ended: Final = InterruptibleCondition(self._lock)
         self._stop: Final = Stop(awaited=False)
@@ -111,7 +111,7 @@ class Save:
         self._reading = False
         self._has_told = False
         self.error: PortusError | None = None
-        """Why it failed, if it did."""
+        """The error that ended it, if it failed."""
         self._info: VersionInfo | None = None
         self._stored: list[tuple[Column, Digests]] = []
         self._audit: Audit | None = None
@@ -122,8 +122,8 @@ class Save:
     # The caller's thread.
 
     def copy_now(self) -> None:
-        """Copy what may change as soon as this returns. Raises ``MediumError`` (no space), and
-        the save is over then."""
+        """Copy storages that may change as soon as this returns. Raises ``MediumError`` (no space),
+        and then the save has ended."""
         late = self._snapshot.late
         if self._comparable() is not None:
             self._steady = np.zeros(len(late), np.bool_)
@@ -144,7 +144,7 @@ class Save:
     # The worker's thread.
 
     def run(self) -> None:
-        """Copy the rest, audit, commit. What goes wrong is kept for ``result``."""
+        """Copy the rest, audit, commit. An error is kept for ``result``."""
         try:
             self._advance(Stage.COPYING)
             try:
@@ -159,7 +159,7 @@ class Save:
         except PortusError as error:
             self.fail(error)
             return
-        time.sleep(0)  # whoever waited for it goes on first
+        time.sleep(0)  # a thread that waited for it continues first
         self._tell()
 
     def fail(self, error: BaseException) -> None:
@@ -178,7 +178,7 @@ class Save:
             self._tell()
 
     def _tell(self) -> None:
-        """Tell the owner, once, that nobody works on this any more."""
+        """Report the end to the owner, once, when no thread works on the save any more."""
         with self._lock:
             if self._has_told:
                 return
@@ -188,12 +188,12 @@ class Save:
     # Any thread.
 
     def hurry(self) -> None:
-        """Note that somebody waits: the save may take a second processor from the training."""
+        """Note that a thread waits: the save may take a second processor from the training."""
         self._stop.is_awaited = True
 
     def release(self, timeout_s: float) -> bool:
-        """Wait until the sources may change; False if time ran out and the save was given up: it
-        never reads them again, nor commits."""
+        """Wait until the sources may change. Return False if time ran out and the save was given
+        up: it never reads them again, nor commits."""
         start = time.perf_counter()
         try:
             return self._wait_for_copy(timeout_s)
@@ -245,7 +245,7 @@ class Save:
         if self.over:  # in a forked child a thread of the parent may hold the lock
             return True
         with self._lock:
-            if timeout_s != 0:  # who only looks does not wait
+            if timeout_s != 0:  # a poll does not wait
                 self.hurry()
             return self._ended.wait_for(lambda: self.over, timeout_s)
 
@@ -273,8 +273,8 @@ class Save:
         self._note(indices, self.draft.copy(indices, address, self._stop))
 
     def _copy_exposed(self, indices: Column) -> None:
-        """Copy what no fence protects from another process. What was copied counts; if the source
-        has changed, it may be of several moments."""
+        """Copy storages that no fence protects from another process. The copied bytes count; if the
+        source has changed, they may be of several moments."""
         self._copy_from_here(indices)
         address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
         found = hash_sources(Sources.in_memory(address, lengths), self._stop)
@@ -296,13 +296,13 @@ class Save:
     # Sharing.
 
     def _comparable(self) -> Previous | None:
-        """The version before, if it has as many storages."""
+        """Return the version before, if it has as many storages."""
         before = self._owner.before()
         fits = before is not None and len(before.length) == len(self._snapshot.length)
         return before if fits else None
 
     def _share(self, indices: Column) -> Column:
-        """Share what equals the version before, and return the rest."""
+        """Share storages that equal those of the version before, and return the rest."""
         before, snapshot = self._comparable(), self._snapshot
         if before is None:
             return indices
@@ -324,7 +324,8 @@ class Save:
         return np.setdiff1d(indices, equal)
 
     def _find_equal(self, before: Previous, candidates: Column) -> Column:
-        """Positions of candidates that have the same digests and the same bytes; reached then."""
+        """Share candidates that have the same digests and the same bytes, and return their
+        positions."""
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self.stats.hashed_bytes += int(lengths.sum())
@@ -337,7 +338,8 @@ class Save:
         return equal if same else equal[:0]
 
     def _note_steady(self, indices: Column, digests: Digests) -> None:
-        """Remember what was copied although it had not changed: next time it is hashed first."""
+        """Remember storages that were copied although unchanged: next time they are hashed
+        first."""
         before = self._comparable()
         if before is None:
             return
@@ -366,7 +368,7 @@ class Save:
         return LateStorages(snapshot.address[rows], snapshot.length[rows], changed)
 
     def _digests_of(self, indices: Column) -> Digests:
-        """The unit digests that were stored for some storages."""
+        """Return the unit digests that were stored for some storages."""
         lengths = self._snapshot.length
         units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
         first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
@@ -375,7 +377,7 @@ class Save:
         return units[ranges(first[indices], unit_counts(lengths[indices]))]
 
     def _late_here(self) -> Column:
-        """Late storages with an address in this process."""
+        """Return the late storages with an address in this process."""
         return np.flatnonzero(self._snapshot.late & (self._snapshot.address != 0))
 
     def _verdict(self, guilty: list[int]) -> str:
@@ -401,11 +403,11 @@ class Save:
             metrics=self.metrics,
             keep=snapshot.keep,
         )
-        # Only now is it known how much of it the spare had already.
+        # Only now is the number of bytes known that the spare had already.
         self.stats.copied_bytes -= self.draft.kept_bytes
         self.stats.shared_bytes += self.draft.kept_bytes
-        # From here on a failure does not mean that nothing was committed: a sync may fail after the
-        # rename, or after the root was stored.
+        # From here on a failure may leave a commit: a sync may fail after the rename, or after the
+        # root was stored.
         self.is_in_doubt = True
         committed = self.draft.commit(labels, self._owner.before())
         self.stats.commit_s = time.perf_counter() - start
@@ -437,11 +439,11 @@ class Save:
             self._copied.notify_all()
 
     def _forget_sources(self) -> None:
-        """The caller's memory is not read any more: do not keep it alive."""
+        """Release the caller's memory, which is not read any more."""
         self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={}, changes=None)
 
     def _let_go(self) -> None:
-        """The end of ``run``, however it ended."""
+        """Release everything at the end of ``run``, however it ended."""
         self._stop_reading()
         self._forget_sources()
         self.draft.release()

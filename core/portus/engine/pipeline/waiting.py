@@ -1,4 +1,4 @@
-"""Waiting in a thread that may be interrupted."""
+"""Waits of a thread that may be interrupted."""
 
 from __future__ import annotations
 
