@@ -61,7 +61,7 @@ def no_fork() -> Iterator[None]:
     try:
         while _forking not in (0, thread) and not times:
             del _busy[thread]
-            with _fork:  # it is over then
+            with _fork:  # the fork has ended then
                 _busy[thread] = 1
         yield
     finally:

@@ -1,8 +1,8 @@
-"""``WrittenFile``: a file that is written within the call, and by nobody else.
+"""``WrittenFile``: a file that is written within the call, by the calling thread.
 
 For signal handlers, which may wait for nothing of ours (see ``engine.media.calls``): the publisher,
-the buffers and the threads are this call's own, as those of another process would be. What was
-asked for before at the path does not change its name any more (see ``files.order``).
+the buffers and the threads are this call's own, as those of another process would be. Earlier
+requests for the path do not change its name any more (see ``files.order``).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from portus.engine.writer.ways import Ways
 
 
 class WrittenFile:
-    """A save that is over, and durable. See ``engine.pipeline.handle.SavePending``."""
+    """A save that has ended, and is durable. See ``engine.pipeline.handle.SavePending``."""
 
     over: Final = True
     error: Final = None
 
     def __init__(self, files: Sequence[NewFile], request: SaveRequest) -> None:
-        """Write the files, of one directory. Raises ``MediumError``; what was at the paths is
-        untouched then."""
+        """Write the files, of one directory. Raises ``MediumError``; then the paths are
+        unchanged."""
         start = time.perf_counter()
         with PENDING.exempt(), contextlib.ExitStack() as stack:
             # Its own: the interrupted call may hold the lock of the shared one (decision 0055).
@@ -75,7 +75,7 @@ def _write(new: NewFile, note: bytes, draft: UnpublishedFile[Descriptor]) -> Non
         contents.image(new.said, note),
         is_spare=draft.is_spare,
         ring=ring,
-        ways=Ways(),  # no times of others, and none for others
+        ways=Ways(),  # with no times of other saves, and none for them
     )
     try:
         is_here = np.array([each.device.type == "cpu" for each in contents.storages], np.bool_)
@@ -96,7 +96,7 @@ def _write(new: NewFile, note: bytes, draft: UnpublishedFile[Descriptor]) -> Non
 
 @contextlib.contextmanager
 def _newest_at(paths: Sequence[str]) -> Iterator[None]:
-    """Held while files get their names: what was asked for before does not take them away."""
+    """Hold the turn while files get their names, and note them as the newest at their paths."""
     with order.turn:
         yield
         for path in paths:

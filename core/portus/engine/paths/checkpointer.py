@@ -1,4 +1,4 @@
-"""``Checkpointer``: the whole of Portus for a training loop, whatever it saves to."""
+"""``Checkpointer``: Portus for a training loop, at any place."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ class Steps(Protocol):
 
     @property
     def saver(self) -> FileSaver:
-        """What saves them, and is closed by the ``Checkpointer``."""
+        """The saver of the checkpoints, which the ``Checkpointer`` closes."""
 
     @property
     def companions(self) -> Sequence[Companion]:
-        """What accompanies the saves."""
+        """The companions of the saves."""
 
     def open(self) -> None:
-        """Open what is there, or fetch it. Raises ``PortusError``."""
+        """Open existing checkpoints, or fetch them. Raises ``PortusError``."""
 
     def save(self, state: object, request: StepRequest) -> SaveHandle:
         """Begin a save. Raises as ``Checkpointer.save``."""
 
     def note_commit(self, request: StepRequest) -> None:
-        """Note that a save was committed, and remove files that ``keep`` lets go of."""
+        """Note that a save was committed, and remove files that ``keep`` drops."""
 
     def make_room(self, request: StepRequest) -> bool:
-        """Remove, from a full disk, the oldest of what ``keep`` removes once that save is there,
-        while a newer one stays. Return whether that was done."""
+        """Remove, from a full disk, the oldest file that ``keep`` drops after that save, while a
+        newer one stays. Return whether that was done."""
 
     def versions(self) -> list[VersionInfo]:
         """See ``Checkpointer.versions``."""
 
     def choose(self, step: int | None) -> Sequence[StepSource]:
-        """Wait for the saves in flight, and return what there is of a step, or all, newest last.
-        Raises ``NoCheckpointError`` if there is nothing."""
+        """Wait for the saves in flight, and return the checkpoints of a step, or all, newest last.
+        Raise ``NoCheckpointError`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest(SaveRequest):
-    """The request of one step. It keeps ``owner``, which so is not closed before the save has
-    ended. path: where it goes, absolute; empty for a version in a pool."""
+    """The request of one step. It keeps ``owner`` alive, so that it is not closed before the save
+    has ended. path: of the file, absolute; empty for a version in a pool."""
 
     owner: Checkpointer
     path: str = ""
@@ -135,7 +135,7 @@ class Checkpointer:
     ) -> None:
         self._is_closed = True  # until it is made
         self.settings: Final = Settings(**settings)
-        """How it saves and loads."""
+        """The settings of its saves and loads."""
         self._steps: Steps = extension(self._STEPS)(
             directory, model, Keep.of(keep), self.settings, self
         )

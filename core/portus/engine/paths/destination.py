@@ -1,4 +1,4 @@
-"""Where the storages of saved files go: into the files themselves, or into a pool."""
+"""The place of the storages of saved files: in the files themselves, or in a pool."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from portus.engine.writer.image_file import FileDraft
 
 
 class Destination:
-    """Where one ``FileSaver`` saves to; each has its own. With this one the files have their
-    storages, and share none; others extend it."""
+    """The place that one ``FileSaver`` saves to; each has its own. Here the files have their
+    storages, and share none; subclasses differ."""
 
     @property
     def kind(self) -> str:
-        """The kind of medium, once this is open."""
+        """The kind of medium, once the destination is open."""
         return PLAIN_FILE.name
 
     def open(self) -> object:
-        """Open it, if it is not open. Raises ``PortusError``."""
+        """Open the destination, if it is not open. Raises ``PortusError``."""
 
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
         """Return which storages to hash before anything is copied. late: those that are copied
-        late. unchanged: nothing was stepped since the last save."""
+        late. unchanged: no optimizer stepped since the last save."""
         return np.zeros(len(late), np.bool_)
 
     def before(self, files: int) -> Previous | None:
-        """Return the newest version that one of so many files may share storages with."""
+        """Return the newest version, with that many files, to share storages with."""
         return None
 
     def at_paths(
         self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
     ) -> Sequence[Image]:
-        """Return what the files at the paths are to contain; nothing if there are to be none."""
+        """Return the images of the files at the paths; none if there are to be no files."""
         return images
 
     def draft(
@@ -53,9 +53,8 @@ class Destination:
         files: FileDraft | None,
         request: SaveRequest,
     ) -> Draft:
-        """Begin one save. files: the draft of what ``at_paths`` returned; if this raises, it stays
-        the caller's. request: asked to make room where there is no space. Raises
-        ``PortusError``."""
+        """Begin one save. files: the draft of what ``at_paths`` returned; if this raises, the
+        caller keeps it. request: makes room when space runs out. Raises ``PortusError``."""
         assert files is not None, "there are files at the paths"
         return files
 
@@ -63,11 +62,11 @@ class Destination:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
 
     def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
-        """Remove the file at ``path``, and what it alone leads to."""
+        """Remove the file at ``path``, and data that only it refers to."""
         publisher.remove(path)
 
     def note_failure(self, save: Save) -> None:
         """Note that a save failed. Raises nothing."""
 
     def close(self) -> None:
-        """Let go of everything. A later save opens it again."""
+        """Release everything. A later save opens the destination again."""

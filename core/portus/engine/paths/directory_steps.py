@@ -64,7 +64,7 @@ class FileStep:
 
 class DirectorySteps:
     """The ``Steps`` of a directory of files. Several in one directory, in one process or more, do
-    not disturb each other, but each removes what its own ``keep`` lets go of."""
+    not disturb each other, but each removes the files that its own ``keep`` drops."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class DirectorySteps:
 
     def save(self, state: object, request: StepRequest) -> SaveHandle:
         path, is_new = self._files.path_of(request.step), make_directory(self.path)
-        # Later than all that is there, whatever the clock says: by this the newest save is found,
-        # also after a run went back to an earlier step (decision 0206).
+        # Later than all others, whatever the clock says: it marks the newest save, also after a run
+        # went back to an earlier step (decision 0206).
         self._last_ns = max(time.time_ns(), (self._last_ns or self._newest_ns()) + 1)
         request = replace(request, note=self._files.note(self._last_ns, request.metrics), path=path)
         try:
             return self.saver.save(state, path, request)
         except BaseException:
-            if is_new:  # nothing is left behind
+            if is_new:  # a failed save leaves no directory
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)
             raise
@@ -111,7 +111,7 @@ class DirectorySteps:
             return self._files.versions()
 
     def choose(self, step: int | None) -> list[FileStep]:
-        if not calls.is_nested():  # else what is committed by now counts
+        if not calls.is_nested():  # there only committed saves count
             where = os.path.realpath(self.path)
             PENDING.wait_for(where)
             with PENDING.exempt():  # and those of other processes
@@ -146,7 +146,8 @@ class DirectorySteps:
         return self._remove_surplus(coming, most=1) or self.saver.await_space()
 
     def _remove_surplus(self, *coming: VersionInfo, most: int | None = None) -> bool:
-        """Remove the oldest ``most`` of what ``keep`` removes. Return whether there was one."""
+        """Remove the oldest ``most`` of the files that ``keep`` drops. Return whether there was
+        one."""
         try:
             found = [] if self._keep is None else self._files.surplus(self._keep, *coming)
             for path in found[:most]:

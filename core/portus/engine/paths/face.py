@@ -45,7 +45,7 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
 
 
 def handle_of(handle: SaveHandle, wait: bool) -> SaveHandle:
-    """Return the handle of a save, at its end if ``wait`` or ``$PORTUS_BLOCKING`` says so."""
+    """Return the handle of a save, after its end if ``wait`` or ``$PORTUS_BLOCKING`` says so."""
     if wait or is_blocking():
         handle.wait()
     return handle

@@ -1,4 +1,4 @@
-"""What this process writes files with: made at its first save, closed at its exit."""
+"""The shared writer of this process: made at its first save, closed at its exit."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from portus.errors import MediumError, PortusError, UsageError
 _log: Final = logging.getLogger("portus")
 
 BLOCKING: Final = "PORTUS_BLOCKING"
-"""A variable: if it is set, and not to 0, each ``save`` returns when its file is there."""
+"""A variable: if it is set, and not to 0, each ``save`` returns when its file is durable."""
 
 _SHARE: Final = 4
-"""One in so many bytes of the machine's memory may be staged."""
+"""The part of the machine's memory that may be staged: one in this many bytes."""
 
 
 class Closable(Protocol):
-    """What saves, and has to be closed before the process ends."""
+    """A saver that has to be closed before the process ends."""
 
     def close(self) -> None: ...
 
 
 _making = threading.RLock()
 _writers: Final[list[SharedWriter]] = []
-"""The one of this process, once it saved."""
+"""The writer of this process, once it saved."""
 _savers: Final[list[FileSaver]] = []
 """The saver of ``portus.save``."""
 _open: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
@@ -46,8 +46,9 @@ _finalizers: Final[list[multiprocessing.util.Finalize]] = []
 
 @calls.mark
 def join(owner: Closable) -> SharedWriter:
-    """Return what all savers of this process share, until ``leave``. At the exit of the process
-    ``owner`` is closed, if it is still there. Raises ``UsageError`` where files are not written."""
+    """Return the writer that all savers of this process share, until ``leave``. The exit of the
+    process closes ``owner``, if it still exists. Raises ``UsageError`` where files are not
+    written."""
     with _making:
         shared = _writer()
         _open.add(owner)
@@ -71,7 +72,7 @@ def leave(owner: Closable) -> None:
     """End the use by ``owner``. Neither spare nor hold outlasts it, and the last owner ends the
     thread."""
     _open.discard(owner)
-    # To close is to join the worker, which cannot join itself.
+    # Closing joins the worker, which cannot join itself.
     if not any(each.queue.on_worker() for each in list(_writers)):
         with _making:
             _close_unused()
@@ -91,7 +92,7 @@ def _close_unused() -> None:
         try:
             _writers[0].close()
         finally:
-            _writers.clear()  # not before: ``leave`` finds there on which thread it is
+            _writers.clear()  # not before: ``leave`` looks there for its thread
 
 
 def _writer() -> SharedWriter:
@@ -111,21 +112,22 @@ def _writer() -> SharedWriter:
 
 
 def is_blocking() -> bool:
-    """Return whether each save is to return at its end: late in an exit nothing else waits."""
+    """Return whether each save is to return only when its file is durable."""
+    # Late in an exit nothing else waits for it.
     return multiprocessing.util.is_exiting() or os.environ.get(BLOCKING, "0") not in ("", "0")
 
 
 @calls.mark
 def recover_left(directory: str) -> None:
-    """Put back what a process that was killed had removed too early, if there was one."""
-    if bases_of(directory):  # a few calls of stat, where no save ever was
-        with contextlib.suppress(MediumError):  # it cannot be put back; what is missing is told
+    """Restore files that a killed process had removed too early."""
+    if bases_of(directory):  # a few calls of stat, where nothing was ever saved
+        with contextlib.suppress(MediumError):  # a load reports what is missing
             recover(directory)
 
 
 @calls.mark
 def _finish() -> None:
-    """Finish what is in flight, at the exit."""
+    """Finish the saves in flight, at the exit."""
     with PENDING.exempt():
         # Owners first: they wait for their saves, and report what failed.
         for owner in list(_open):
@@ -140,7 +142,7 @@ def _finish() -> None:
 
 
 def _forget_in_child() -> None:
-    """The saves in flight are those of the parent, and so is whoever holds the lock."""
+    """Forget the saves in flight and the lock, which belong to the parent."""
     global _making
     _making = threading.RLock()
     _savers.clear()

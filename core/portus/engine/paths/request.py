@@ -1,4 +1,4 @@
-"""The files that one save is to make."""
+"""The files of one save."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from portus.errors import MediumError, UsageError, printable
 
 
 class FileToSave(NamedTuple):
-    """A file to save: its path, and what it is to have."""
+    """A file to save: its path, and its state."""
 
     path: str | os.PathLike[str]
     state: object
 
 
 class OwnFormat(abc.ABC):
-    """What is to be saved as a file in a format of its own."""
+    """A state to save as a file in a format of its own."""
 
     @abc.abstractmethod
     def file_contents(self) -> FileContents:
@@ -43,8 +43,8 @@ class PreparedFile(OwnFormat):
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """One file. ``said``: its path as the caller has it. ``real``: where that leads; empty for a
-    version in a pool that has no pointer."""
+    """One file. ``said``: its path as the caller has it. ``real``: the path with links resolved;
+    empty for a version in a pool that has no pointer."""
 
     said: str
     real: str
@@ -52,10 +52,10 @@ class NewFile:
 
 
 def targets_of(files: Sequence[FileToSave], *, follows_links: bool) -> list[tuple[str, str]]:
-    """Return the paths of files of one directory, each as the caller said it, and where it leads.
-    Links to directories are followed, and the last one if ``follows_links``. Raises ``UsageError``
-    for what no file can be put at, and for files of several directories, ``MediumError`` if that
-    cannot be told."""
+    """Return the paths of files of one directory, each as the caller said it, and with links
+    resolved. Links to directories are followed, and the last one if ``follows_links``. Raises
+    ``UsageError`` for a path where no file can be, and for files of several directories,
+    ``MediumError`` if that cannot be known."""
     found = [_target_of(each.path, follows_links=follows_links) for each in files]
     reals = {real for _, real in found}
     if len({os.path.dirname(real) for real in reals}) > 1 or len(reals) < len(found):
@@ -67,8 +67,7 @@ def targets_of(files: Sequence[FileToSave], *, follows_links: bool) -> list[tupl
 
 
 def make_directory(path: str) -> bool:
-    """Make a directory, and those above it. Return whether it was not there. Raises
-    ``MediumError``."""
+    """Make a directory, and those above it. Return whether it is new. Raises ``MediumError``."""
     if os.path.isdir(path):
         return False
     refuse_hidden(path)
@@ -126,7 +125,7 @@ def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[st
     except OSError as error:
         if error.errno == errno.ELOOP:  # a rename would replace the link
             raise MediumError(error.errno, f"{printable(said)}: {error.strerror}") from error
-        mode = stat.S_IFREG  # nothing is there; what else is wrong shows where it is opened
+        mode = stat.S_IFREG  # no file there; the open reports other errors
     if said.endswith("/"):
         mode = stat.S_IFDIR
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):

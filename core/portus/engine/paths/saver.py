@@ -65,12 +65,12 @@ _WRONG_PATH: Final = frozenset(
         *(errno.ENAMETOOLONG, errno.ELOOP),
     }
 )
-"""What a call is told at once, since another path is what helps."""
+"""Errors that the call raises at once, since only another path helps."""
 
 _NEWS_S: Final = 10.0
 
 _PLAIN: Final = SaveRequest()
-"""The request of a file that has a name alone, of which nobody is told."""
+"""The request of a file that only has a name, without reports."""
 
 _log: Final = logging.getLogger("portus")
 
@@ -78,10 +78,10 @@ _log: Final = logging.getLogger("portus")
 class FileSaver:
     """Saves to paths, with settings of their own. Threads may share it.
 
-    destination: where the storages go; None: into the files at the paths.
-    raises_wrong_path: whether a path that no file can be put at is always an error of the call.
-        Otherwise it is told as a save that failed, once one was committed: a training does not end
-        because its file system was mounted read-only.
+    destination: the place of the storages; None: the files at the paths.
+    raises_wrong_path: whether a path where no file can be is always an error of the call.
+        Otherwise it is reported as a failed save, once one was committed: a training does not
+        end because its file system was mounted read-only.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class FileSaver:
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         """Begin to save files of one directory, which become visible together. fenced: tensors that
-        nobody writes before ``fence`` was called: they are copied late. Raises as ``portus.save``,
+        are not written before a call of ``fence``: they are copied late. Raises as ``portus.save``,
         and ``UsageError`` for files of several directories."""
         start = time.perf_counter()
         self.reports.tell(is_save=True)
@@ -142,8 +142,8 @@ class FileSaver:
 
     @calls.entry_or(_refuse_nested)
     def save_version(self, name: str, state: object, request: SaveRequest) -> SaveHandle:
-        """Begin to save ``state`` as a version of the pool that is a file called ``name``, without
-        a pointer. Raises as ``portus.save``."""
+        """Begin to save ``state`` as a version of the pool, with a file called ``name``, without a
+        pointer. Raises as ``portus.save``."""
         start = time.perf_counter()
         self.reports.tell(is_save=True)
         return self._save([NewFile(name, "", _contents_of(state))], request, (), start)
@@ -167,20 +167,20 @@ class FileSaver:
             return self.refuse(late, waited_s)
         save = None
         try:
-            if self._is_closed:  # by another thread, meanwhile
+            if self._is_closed:  # another thread closed it meanwhile
                 raise UsageError("this Checkpointer is closed")
             with PENDING.exempt():
                 save = self._begin_save(new, request, fenced, start)
                 if not save.over:
                     queue.put(save, turn)
-        except BaseException as error:  # Ctrl-C too: what nobody runs, nobody may wait for
+        except BaseException as error:  # Ctrl-C too: a save that will not run must end
             if queue.dismiss(turn) and save is not None:
                 save.fail(error)
             if isinstance(error, MediumError):
                 return self.refuse(error, time.perf_counter() - start)
             raise
         if save.over and queue.dismiss(turn):
-            save.fail(AbandonedError("save given up"))  # at its fence, perhaps; that is kept
+            save.fail(AbandonedError("save given up"))  # an earlier error is kept
         save.stats.call_s = time.perf_counter() - start
         return SaveHandle(save)
 
@@ -189,25 +189,26 @@ class FileSaver:
         self._fence.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until all saves so far are over. Raises ``TimeoutError``, and failures that nobody
-        heard of, as ``on_error`` says."""
+        """Block until all saves so far have ended. Raises ``TimeoutError``, and failures not
+        reported yet, as ``on_error`` says."""
         if not self.catch_up(timeout):
             raise TimeoutError(f"saves had not ended after {timeout} s")
         self.reports.tell()
 
     def catch_up(self, timeout: float | None = None) -> bool:
-        """Block until all saves so far are over. Return False after ``timeout`` seconds."""
+        """Block until all saves so far have ended. Return False after ``timeout`` seconds."""
         queue = self.shared.queue
         return queue.on_worker() or queue.catch_up(timeout)
 
     def await_space(self) -> bool:
-        """Block until the saves in flight are over, which may give back space. Return False if
-        there are none, or only that of the worker itself."""
+        """Block until the saves in flight have ended, which may free space. Return False if there
+        are none, or only that of the worker itself."""
         queue = self.shared.queue
         return not (queue.on_worker() or queue.idle()) and queue.catch_up(self._fence_timeout)
 
     def close(self) -> None:
-        """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
+        """Finish the saves in flight, and report their failures. After Ctrl-C the saver is still
+        open."""
         self._is_closed = True
         queue, start = self.shared.queue, time.monotonic()
         try:
@@ -231,12 +232,12 @@ class FileSaver:
         """Remove a file, durably. On the worker. Raises ``MediumError``."""
         directory, name = os.path.split(path)
         with PENDING.exempt():
-            # The last link is not followed: it is what goes.
+            # The last link is not followed: it is removed itself.
             real = os.path.join(os.path.realpath(directory), name)
             self.destination.remove(real, self.shared.publisher)
 
     def remove_directory(self, path: str, telling: re.Pattern[str]) -> None:
-        """Remove a directory, durably: its files one by one, those first whose names are
+        """Remove a directory, durably: its files one by one, those first whose names match
         ``telling``, without which it is no checkpoint. On the worker. Raises ``MediumError``."""
         with PENDING.exempt():
             try:
@@ -249,9 +250,9 @@ class FileSaver:
                 raise medium_error(error, path) from error
 
     def refuse(self, error: PortusError, waited_s: float = 0.0) -> SaveHandle:
-        """Return a save that could not be begun, to be told as one that failed later: a training
-        that has saved before does not end because its disk failed once. Before, raises a
-        ``MediumError``."""
+        """Return the handle of a save that could not begin, to be reported as one that failed
+        later: a training that has saved before does not end because its disk failed once. Before
+        the first commit, raise a ``MediumError``."""
         if isinstance(error, MediumError):
             is_final = self._raises_wrong_path and error.errno in _WRONG_PATH
             if is_final or not self.reports.await_commit():
@@ -267,8 +268,8 @@ class FileSaver:
         fenced: Sequence[torch.Tensor],
         start: float,
     ) -> Save:
-        """Open the draft, and copy what may not wait. Raises what opening raises."""
-        # Its place is that of the call: what a handler writes at the path from now on is newer.
+        """Open the draft, and copy storages that may not wait. Raises as opening does."""
+        # Its place is that of the call: files that a handler writes from now on are newer.
         asked = order.next_place()
         images = [each.contents.image(each.said, request.note) for each in new]
         joined = JoinedStorages([each.contents for each in new])
@@ -371,7 +372,7 @@ class FileSaver:
 
 @dataclass(frozen=True, slots=True)
 class _Owner(SaveOwner):
-    """A ``FileSaver``, as the owner of one save. name: returns that of a storage."""
+    """A ``FileSaver``, as the owner of one save. name: returns the name of a storage."""
 
     saver: FileSaver
     request: SaveRequest
@@ -417,8 +418,8 @@ class _Owner(SaveOwner):
 
 
 def _contents_of(state: object) -> FileContents:
-    """Return the contents of a file for ``state``, in the format that it is for, as ``state`` is
-    now. Raises ``UsageError``."""
+    """Return the contents of a file for ``state``, in its format, as ``state`` is now. Raises
+    ``UsageError``."""
     return state.file_contents() if isinstance(state, OwnFormat) else pickle_state(state)
 
 
@@ -431,7 +432,7 @@ def _new_files(files: Sequence[FileToSave], targets: Sequence[tuple[str, str]]) 
 
 def files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
     """Return the regular files in and below a directory, in the order in which they are removed:
-    those whose names are ``telling``, and then by size."""
+    first those whose names match ``telling``, then by size."""
     places = {}
     for where, _, names in os.walk(directory):
         for name in names:
@@ -443,8 +444,8 @@ def files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
 
 @contextlib.contextmanager
 def _unless_newer(paths: Mapping[str, str], asked: int) -> Iterator[None]:
-    """Held while files get their names. paths: those, and what the caller calls them. Raises
-    ``AbandonedError`` if a signal handler wrote a newer one there."""
+    """Hold the turn while files get their names. paths: those, and the caller's names for them.
+    Raise ``AbandonedError`` if a signal handler wrote a newer one there."""
     with order.turn:
         for real, said in paths.items():
             if order.is_newer(real, asked):

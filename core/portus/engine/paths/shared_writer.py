@@ -1,4 +1,4 @@
-"""What the savers of a process share: one queue, one ring of buffers, one publisher."""
+"""The objects that the savers of a process share: one queue, one ring of buffers, one publisher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from portus.engine.writer.ways import Ways
 
 
 class SharedWriter:
-    """What the savers of one process share. Threads may share it; a forked child makes its own.
+    """The objects that the savers of one process share. Threads may share it; a forked child makes
+    its own.
 
     staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
         they share.
@@ -26,7 +27,7 @@ class SharedWriter:
         self.ways: Final = Ways()
 
     def close(self) -> None:
-        """Finish what is in flight, and remove what is hidden."""
+        """Finish the saves in flight, and remove hidden files."""
         # First: its work uses the other two.
         self.queue.close()
         self.publisher.close()
@@ -34,8 +35,8 @@ class SharedWriter:
 
 
 def recover(directory: str) -> None:
-    """Put back what a process that was killed had removed from ``directory`` before the file that
-    was to replace it was there. Raises ``MediumError``."""
+    """Restore files that a killed process had removed from ``directory`` before their replacement
+    was there. Raises ``MediumError``."""
     files = Publisher(Linux())
     try:
         for base in bases_of(directory):

@@ -25,7 +25,7 @@ _NAME: Final = re.compile(r"step-(\d{8,19})\.pt")
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """What a file notes of its save."""
+    """The note of a save in its file."""
 
     time_ns: int
     metrics: Mapping[str, float]
@@ -37,34 +37,34 @@ class StepFiles:
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory
         self._known: dict[tuple[int, ...], VersionInfo | None] = {}
-        """What files say, by what tells that they are the same; None for one that is cut off."""
+        """The notes of files, by the mark of each; None for a file that is cut off."""
 
     def path_of(self, step: int) -> str:
-        """Return where the file of a step is. Raises ``UsageError`` for what is no step."""
+        """Return the path of the file of a step. Raise ``UsageError`` if it is not a step."""
         number = check_step(step)
         return os.path.join(self.directory, f"step-{number:08d}.pt")
 
     def note(self, time_ns: int, metrics: Mapping[str, float]) -> bytes:
-        """Return what a file is to note of its save."""
+        """Return the note of a save for its file."""
         return msgspec.json.encode(_Note(time_ns, metrics))
 
     def note_commit(self, step: int, note: bytes) -> None:
-        """A file with ``note`` was just put there: it need not be read for that."""
+        """Remember the ``note`` of a file that was just written, so that it need not be read."""
         with contextlib.suppress(OSError):
             status = os.stat(self.path_of(step))
             self._known[_mark(step, status)] = self.describe(step, note, status.st_size)
 
     def describe(self, step: int, note: bytes, size: int = 0) -> VersionInfo:
-        """Return what a file of a step with ``note`` says of itself."""
+        """Return the facts in the ``note`` of a step's file."""
         return self._info(step, msgspec.json.decode(note, type=_Note), size)
 
     def versions(self) -> list[VersionInfo]:
-        """Return what is there, oldest save first; files that are cut off too, by the times of the
-        files. Raises ``MediumError``."""
+        """Return the checkpoints, oldest save first; files that are cut off too, by the times of
+        the files. Raises ``MediumError``."""
         return [info for info, _ in self._list_files()]
 
     def surplus(self, keep: Keep, *coming: VersionInfo) -> list[str]:
-        """Return the files that ``keep`` removes, oldest first, once ``coming`` is there too; never
+        """Return the files that ``keep`` drops, oldest first, once ``coming`` is there too; never
         the newest file. Files that are cut off do not count, and stay. Raises ``MediumError``."""
         # A file that is cut off must not push a good one out, and it is evidence (decision 0206).
         sound = [info for info, is_sound in self._list_files() if is_sound]
@@ -104,7 +104,7 @@ class StepFiles:
         return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
 
     def _read(self, path: str, step: int, status: os.stat_result) -> VersionInfo | None:
-        """Return what a file says of itself; None if it is cut off or cannot be read."""
+        """Return the facts in a file's note; None if it is cut off or cannot be read."""
         try:
             note = read_note(path)
             if note is not None:
@@ -127,5 +127,5 @@ class StepFiles:
 
 
 def _mark(step: int, status: os.stat_result) -> tuple[int, ...]:
-    """What tells that a file is the same still."""
+    """Return a mark that changes when another file replaces a file."""
     return step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -125,8 +125,8 @@ class SaveHandle:
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out, and the
         error of a failed save: ``MediumError``, ``AbandonedError`` and others; older versions stay
-        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save is
-        not over; so does all that asks how it ends, in a child that was forked before that.
+        loadable. In a signal handler that interrupted Portus, raises ``UsageError`` if the save
+        has not ended; so does every such call in a child that was forked before the end.
         """
         self._refuse_in_child()
         return self.of.result(timeout)
@@ -136,7 +136,7 @@ class SaveHandle:
 
     @calls.entry_or(_join_nested)
     def join(self) -> None:
-        """Block until the save is over. Raises nothing; ``committed`` tells how it ended, and a
+        """Block until the save has ended. Raises nothing; ``committed`` tells its result, and a
         failure will still be reported. In a signal handler that interrupted Portus, returns at
         once."""
         self._refuse_in_child()
@@ -144,7 +144,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True when the save is over: committed, failed or given up."""
+        """True when the save has ended: committed, failed or given up."""
         self._refuse_in_child()
         return self.of.over
 
