@@ -1,6 +1,6 @@
 /* Copies, hashes and compares lists of segments. One call does a list, without Python's lock.
 
-   There is no hash in here: the caller hands in the functions of the xxHash that it has loaded
+   This file has no hash: the caller passes the functions of the xxHash that it has loaded
    already, so both sides compute with the same code. Built by core/build_native.py; loaded,
    checked and described by native.py.
 
@@ -9,14 +9,13 @@
    stays in the cache, and that buffer is hashed. The stores to the target go around the cache
    (non-temporal): the target is not read before it is written.
 
-   While nobody waits, a long list is worked on by a thread of low priority: it is welcome to a
-   processor that idles, and takes little from a training that fills them all. It rests a part of
-   the time: what idles is often the other half of the core that the training is on, and the
-   memory is the same for all. Once somebody waits, the caller's own thread goes on where that one
-   is, and shares what is left with a second one of a lower priority than its own. Neither of the
-   two ever runs Python.
+   While no thread waits, a thread of low priority works on a long list: it uses an idle
+   processor, and takes little from a training that fills them all. It rests a part of the time:
+   the idle processor is often the other half of the training's core, and all share the memory.
+   Once a thread waits, the caller's own thread continues where that one is, and shares the rest
+   with a second one of a lower priority than its own. Neither of the two ever runs Python.
 
-   Beside that it closes descriptors in forked children, for which Python has no hook. */
+   It also closes descriptors in children of C's fork, for which Python has no hook. */
 
 #include <errno.h>
 #include <pthread.h>
@@ -33,7 +32,7 @@
 
 #if defined(__GLIBC__) && defined(__x86_64__) && defined(__LP64__)
 /* Links to the versions of before glibc 2.32 and 2.34, which later ones have too, so that a wheel
-   needs glibc 2.17 alone, wherever it is built. The same functions, at the same addresses. */
+   needs only glibc 2.17, wherever it is built. The same functions, at the same addresses. */
 __asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
 __asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
 __asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
@@ -43,12 +42,12 @@ __asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
 #define LINE 64         /* bytes of a line of the cache */
 #define PAGE 4096       /* bytes; writes to a file end at multiples of it */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
-#define FIRST 512       /* bytes that tell of most pieces that they changed */
+#define FIRST 512       /* bytes that show of most pieces that they changed */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
-#define PATIENT 10      /* niceness of the thread that works while nobody waits, likewise */
-#define WORK_NS 2000000 /* that a patient thread works at a stretch, and then rests */
+#define PATIENT 10      /* niceness of the thread that works while no thread waits, likewise */
+#define WORK_NS 2000000 /* a patient thread works as long without a pause, and then rests */
 #define REST_NS 2000000
-#define SECOND 9        /* niceness of the second thread, on top of what the process has */
+#define SECOND 9        /* niceness of the second thread, on top of the process's */
 
 typedef struct {
     uint64_t low, high;
@@ -61,7 +60,7 @@ struct hash { /* in the order of native.py */
     int (*update)(void *state, const void *data, size_t length);
     hash128 (*digest)(const void *state);
     hash128 (*once)(const void *data, size_t length);
-    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* 32 bits of it count */
+    uint64_t (*crc)(uint64_t crc, const void *data, uint64_t length); /* only 32 bits are used */
 };
 
 struct shared { /* the memory of a Stop */
@@ -178,15 +177,15 @@ struct place {
     void *state;   /* the hash of its unit so far */
     uint32_t crc;  /* likewise */
     char *buffer;  /* of a piece */
-    char *old;     /* what the file has there, if that is looked at */
+    char *old;     /* the file's bytes there, if they are compared */
 };
 
-/* What a thread is for. A patient one leaves as soon as somebody waits. */
+/* The task of a thread. A patient one leaves as soon as a thread waits. */
 struct task {
     struct list *list;
     struct place *place;
     int patient, niceness;
-    int64_t since_ns; /* a patient one has worked since then */
+    int64_t since_ns; /* a patient thread has worked since then */
 };
 
 static int leaves(const struct task *task) {
@@ -201,14 +200,14 @@ static int64_t now_ns(void) {
     return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
 }
 
-/* Between two pieces: a patient thread that has worked for long enough rests. */
+/* Rests between two pieces, if a patient thread has worked for long enough. */
 static void rest(struct task *task) {
     if (!task->patient || now_ns() - task->since_ns < WORK_NS) return;
     nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
     task->since_ns = now_ns();
 }
 
-/* Tells whether the file has, at `offset`, what is in the buffer. */
+/* Returns whether the file has the buffer's bytes at `offset`. */
 static int is_there(const struct list *list, const struct place *place, off_t offset,
                     size_t length) {
     for (size_t done = 0; done < length;) {
@@ -220,8 +219,8 @@ static int is_there(const struct list *list, const struct place *place, off_t of
     return 1;
 }
 
-/* Copies up to a piece, to memory at `target` or to the file there. Returns where the bytes are that
-   it copied; the source, if it does not. */
+/* Copies up to a piece, to memory at `target` or to the file there. Returns the address of the
+   copied bytes; the source, if it copies nothing. */
 static const char *move(struct list *list, const struct place *place, char *target,
                         const char *source, size_t length) {
     if (!list->target) return source;
@@ -250,7 +249,7 @@ static void add_crc(const struct list *list, uint32_t *crc, const char *data, in
     if (list->crcs) *crc = (uint32_t)list->hash->crc(*crc, data, (uint64_t)length);
 }
 
-/* The rest of one segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
+/* Moves the rest of a segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
 static int move_segment(struct task *task) {
     struct list *list = task->list;
     struct place *place = task->place;
@@ -274,7 +273,7 @@ static int move_segment(struct task *task) {
     return 1;
 }
 
-/* A unit that is one piece: no state is needed. */
+/* Moves a unit that is one piece: no state is needed. */
 static void move_piece(struct list *list, const struct place *place, int64_t i) {
     const char *source = (const char *)(intptr_t)list->source[i];
     char *target = list->target ? (char *)(intptr_t)list->target[i] : NULL;
@@ -291,7 +290,7 @@ static void move_piece(struct list *list, const struct place *place, int64_t i) 
 static int start(pthread_t *thread, struct task *task);
 
 /* Works until the list is given out, or the thread leaves; its place says where. `second`: to be
-   started once somebody waits; null: none. Returns 1 if it was. */
+   started once a thread waits; null: none. Returns 1 if it was. */
 static int work(struct task *task, pthread_t *thread, struct task *second) {
     struct list *list = task->list;
     struct place *place = task->place;
@@ -346,8 +345,8 @@ static int start(pthread_t *thread, struct task *task) {
    negative, to that offset of the file. Returns 0; 1 if asked to stop before the end; -1 without
    memory; -1 - errno if a write failed. `crcs`: for the CRC32 of each unit; null: not
    wanted. `kept`: counts bytes that the file had already and that were not written; null: all are
-   written. `threads`: that it may use beside the caller's:
-   1, one in its place while nobody waits; 2, also a second one while somebody does. */
+   written. `threads`: the number that it may use beside the caller's:
+   1, one in its place while no thread waits; 2, also a second one while a thread does. */
 int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *source,
                     const int64_t *target, const int64_t *length, const int64_t *row,
                     int64_t piece, int64_t threads, uint8_t *digests, uint32_t *crcs,
@@ -375,8 +374,8 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
     return result;
 }
 
-/* Compares segments with what is at `target`. Returns how many were equal before the first that
-   was not, or before it was asked to stop. */
+/* Compares segments with the bytes at `target`. Returns the number of equal ones before the first
+   different one, or before a request to stop. */
 int64_t portus_same(int64_t segments, const int64_t *source, const int64_t *target,
                     const int64_t *length, struct shared *shared) {
     int64_t i;
@@ -388,11 +387,11 @@ int64_t portus_same(int64_t segments, const int64_t *source, const int64_t *targ
     return i;
 }
 
-/* What forked children are to have closed: descriptors, each plus one; 0 is none. */
+/* The descriptors to close in forked children, each plus one; 0 is none. */
 static int32_t *kept;
 static int64_t kept_max;
 
-/* Runs in each child, whoever forked it, before anything else does: async-signal-safe. */
+/* Runs in each child, before all other code, also after C's fork: async-signal-safe. */
 static void close_kept(void) {
     for (int64_t i = 0; i < kept_max; i++) {
         if (!kept[i]) continue;
@@ -401,8 +400,8 @@ static void close_kept(void) {
     }
 }
 
-/* From now on forked children close the descriptors that are in `numbers` then, and clear it there.
-   Once for a process: `numbers` is there for good. Returns 0, or an errno. */
+/* Has forked children close the descriptors that are in `numbers` by then, and clear it there. Once
+   for a process: `numbers` is never freed. Returns 0, or an errno. */
 int64_t portus_close_in_children(int32_t *numbers, int64_t count) {
     kept_max = count;
     kept = numbers;

@@ -1,10 +1,9 @@
-"""The hidden folder ``.portus`` of a directory: drafts, holds and spares, and who they belong to.
+"""The hidden folder ``.portus`` of a directory: drafts, holds and spares, and their owners.
 
 Each save has a *record* in it, a small file that its process keeps locked: it names the targets.
-Beside each held file a symbolic link leads to where that is a checkpoint. Whatever belongs to a
-record that nobody locks was left by a process that ended. Names are short and hidden, end in
-``.portus``, and tell nothing of the visible name, because tools that look for checkpoints match
-hidden names too.
+Beside each held file a symbolic link has the path at which that is a checkpoint. All files of an
+unlocked record were left by a process that ended. Names are short and hidden, end in ``.portus``,
+and do not contain the visible name, because tools that look for checkpoints match hidden names too.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def token_of(name: str) -> str | None:
 
 
 def path_name(hold: str) -> str:
-    """Return the name of what says at which path a held file is a checkpoint."""
+    """Return the name of the link that has the path at which a held file is a checkpoint."""
     return hold.replace(f".{HOLD}", f".{PATH}")
 
 
@@ -75,7 +74,8 @@ class OpenDirectory(Generic[File]):
         self._is_anchored = False
 
     def sync(self) -> None:
-        """Make the names in it durable, and its own, once: it may be as new as they are."""
+        """Make the names in the directory durable, and its own, once: it may be as new as they
+        are."""
         self.system.sync(self.file)
         where = None if self._is_anchored else self.system.path_of(self.file)
         self._is_anchored = True
@@ -85,7 +85,7 @@ class OpenDirectory(Generic[File]):
             # A sync of a directory makes the names in it durable, not its own name above.
             parent = self.system.open_directory(os.path.dirname(where))
         except MediumError:
-            return  # it may not be read: it was there before, and somebody else's
+            return  # not readable: it is older, and another user's
         try:
             self.system.sync(parent)
         finally:
@@ -109,17 +109,17 @@ class HiddenFolder(Generic[File]):
         self._hidden: File | None = None
         self._is_new = False
         self.is_left = False
-        """True once something in it is to be recovered that this process left."""
+        """True once this process left something in it to recover."""
 
     @property
     def folder(self) -> File | None:
-        """The hidden folder, if it is there."""
+        """The hidden folder, if it exists."""
         if self._hidden is None:
             self._hidden = self.system.open_folder(self.base, FOLDER, create=False)
         return self._hidden
 
     def make(self) -> File:
-        """Return the hidden folder; create it if it is not there."""
+        """Return the hidden folder; create it if it does not exist."""
         hidden = self.folder
         if hidden is None:
             hidden = self.system.open_folder(self.base, FOLDER, create=True)
@@ -144,7 +144,7 @@ class HiddenFolder(Generic[File]):
             try:
                 is_ours = self.system.lock(file) and self._is_at(hidden, name, file)
             finally:
-                if not is_ours:  # a start of another process took it for a leftover
+                if not is_ours:  # another process's start took it for a leftover
                     with contextlib.suppress(MediumError):
                         self.system.unlink(hidden, name)
                     self.system.close(file)
@@ -153,8 +153,8 @@ class HiddenFolder(Generic[File]):
         raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
 
     def in_flight(self) -> dict[str, list[bytes]]:
-        """Return the saves that any process has in flight here: the files that each is to make, by
-        their paths below ``base``, by its token."""
+        """Return the saves in flight here, of any process: the files that each is to make, by their
+        paths below ``base``, by its token."""
         hidden = self.folder
         found: dict[str, list[bytes]] = {}
         if hidden is None:
@@ -177,7 +177,7 @@ class HiddenFolder(Generic[File]):
         return found
 
     def abandoned_saves(self) -> Iterator[list[str]]:
-        """Yield the names of what each process that ended has left of a save. They are locked while
+        """Yield the names that each process that ended has left of a save. They are locked while
         the caller has them, and the record is the last one."""
         hidden = self.folder
         if hidden is None:
@@ -189,7 +189,7 @@ class HiddenFolder(Generic[File]):
                 found.setdefault(token, []).append(name)
         for token, names in found.items():
             record = hidden_name(token, RECORD)
-            # The record goes last: until then it says whose the others are.
+            # The record goes last: until then it names the owner of the others.
             names.sort(key=lambda name: (name == record, name))
             # Without a record each file speaks for itself: a living process keeps its spare locked.
             # A path is a symbolic link, which cannot be locked.
@@ -209,14 +209,14 @@ class HiddenFolder(Generic[File]):
             self.forget()
 
     def sync_hidden(self) -> None:
-        """Make what is in the hidden folder durable, and that it is there."""
+        """Make the hidden folder and the names in it durable."""
         self.system.sync(self.make())
         if self._is_new:
             self.system.sync(self.base)
             self._is_new = False
 
     def path_of_base(self) -> str | None:
-        """Return where the directory is now; None if it was deleted."""
+        """Return the present path of the directory; None if it was deleted."""
         return self.system.path_of(self.base)
 
     def close(self) -> None:
@@ -238,15 +238,15 @@ class HiddenFolder(Generic[File]):
         return self.system.path_of(self.base) or "a deleted directory"
 
     def _lock_all(self, hidden: File, names: list[str]) -> list[File] | None:
-        """Open and lock all of some files; None if another process has one of them, or this one,
-        or all are gone."""
+        """Open and lock all of some files; return None if another process has one of them, or this
+        one, or all are gone."""
         files: list[File] = []
         for name in names:
             file = self.system.open(hidden, name, writable=False)
             if file is None:
                 continue
             files.append(file)
-            # Between the open and the lock somebody may have removed it and made another one.
+            # Between the open and the lock another process may have replaced it.
             if not self.system.lock(file) or not self._is_at(hidden, name, file):
                 for each in files:
                     self.system.close(each)

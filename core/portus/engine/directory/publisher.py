@@ -8,20 +8,20 @@ draft is durable before it is renamed, and the rename is durable before the comm
 
 Several files of one directory are one *publication*: all drafts are durable before a redo marker
 is, and that before the first rename (``redo``). Between a crash in the middle of the renames and
-the next start, a reader without Portus can see a mixture; nobody else can.
+the next start, a reader without Portus can see a mixture; no other reader can.
 
 A *hold* is a hidden hard link to the newest committed file of a series (files whose names differ in
 their numbers), from the call of a save to its end; for a publication, to each file of the newest
-directory of its series. A program that removes that too early and is killed finds it again
-(``recovery``).
+directory of its series. If a program removes that file too early and is killed, the next start
+restores it (``recovery``).
 
-A *spare* is a removed file of this process whose blocks and pages are used again; there are as many
-as a publication has files, the largest ones. The rules: no visible name leads to it, the removal is
-durable, and nobody has it open. All of that holds before the first byte is written, or the old path
-could show new bytes after a crash, or a reader could.
+A *spare* is a removed file of this process whose blocks and pages are reused; there are as many as
+a publication has files, the largest ones. The rules: no visible name refers to it, the removal is
+durable, and no process has it open. All of that holds before the first byte is written, or the old
+path could show new bytes after a crash, or a reader could.
 
-Of a file that another process removes, one rank's file of a sharded checkpoint, a second hidden
-link is kept from the commit on. Once that is the only link, the file is a spare like any other.
+If another process removes a file, one rank's file of a sharded checkpoint, a second hidden link is
+kept from the commit on. Once that is the only link, the file is a spare like any other.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SERIES_MAX: Final = 16
 """Series whose newest file, or directory, is remembered."""
 
 WATCHED_MAX: Final = 32
-"""Files that other processes remove, of which a hidden link is kept: the newest ones."""
+"""The newest files that other processes remove and that have a hidden link here."""
 
 HELD_MAX: Final = 1000
 """Files of a directory that are held."""
@@ -78,8 +78,8 @@ _DIGITS: Final = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class _NewestFile(Generic[File]):
-    """The newest committed file of a series. ``name``: empty for a directory, with all files that
-    are in it."""
+    """The newest committed file of a series. ``name``: empty for a directory, with all its
+    files."""
 
     directory: OpenDirectory[File]
     name: str
@@ -105,7 +105,7 @@ class _WatchedFile(Generic[File]):
 
 @dataclass(frozen=True, slots=True)
 class _Spare(Generic[File]):
-    """A removed file under a hidden name, locked and ready to be written over."""
+    """A removed file under a hidden name, locked and ready to be overwritten."""
 
     folder: HiddenFolder[File]
     name: str
@@ -117,7 +117,7 @@ class _Spare(Generic[File]):
 class Publisher(Generic[File]):
     """The files that this process publishes. Threads may share it.
 
-    spares: whether removed files are used again. Not on file systems that are exported or shared
+    spares: whether removed files are reused. Not on file systems that are exported or shared
         with a host, whose readers the kernel does not know.
     """
 
@@ -142,11 +142,11 @@ class Publisher(Generic[File]):
     ) -> Publication[File]:
         """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
         one directory. base: a directory above it, on the same file system, whose hidden folder has
-        the drafts; None: that directory itself. removed_elsewhere: another process removes the
-        files when their time has come; their space is used again all the same.
+        the drafts; None: that directory itself. removed_elsewhere: another process will remove the
+        files; their space is reused then too.
 
-        Holds the newest files of their series until the drafts are published or abandoned. Puts
-        back what an earlier process lost. Raises ``MediumError``.
+        Holds the newest files of their series until the drafts are published or abandoned. Restores
+        files that an earlier process lost. Raises ``MediumError``.
         """
         where = os.path.dirname(paths[0])
         names = [os.path.relpath(path, where) for path in paths]
@@ -169,15 +169,15 @@ class Publisher(Generic[File]):
             return draft
 
     def recover(self, directory: str) -> None:
-        """Put back what a process that ended had removed too early in ``directory``, and remove
-        what it left there. Raises ``MediumError``."""
+        """Restore files that a process that ended had removed too early from ``directory``, and
+        remove its remains there. Raises ``MediumError``."""
         with self._lock:
             self._folder(directory)
             self._close_unused()
 
     def remove(self, path: str) -> bool:
-        """Remove a file, durably; False if there is none. One that this process wrote becomes the
-        spare. Raises ``MediumError``."""
+        """Remove a file, durably; return False if there is none. A file that this process wrote
+        becomes the spare. Raises ``MediumError``."""
         where, name = os.path.split(path)
         with self._lock:
             directory = self._directory(where, self._base_above(where))
@@ -213,8 +213,8 @@ class Publisher(Generic[File]):
             return True
 
     def _let_go(self, file: tuple[int, int], directory: tuple[int, int]) -> None:
-        """Have drafts hold a file no more that is about to go, unless it is the newest: else its
-        space would not be free before they end, and they may need it."""
+        """Release drafts' holds of a file that is about to be removed, unless it is the newest:
+        otherwise its space would not be free before they end, and they may need it."""
         if not {file, directory} & {each.identity for each in self._newest.values()}:
             for draft in self._drafts:
                 for hold in [each for each in draft.holds if each.of.identity == file]:
@@ -226,7 +226,7 @@ class Publisher(Generic[File]):
     ) -> None:
         """Make drafts, which are durable, the files at their paths. Raises ``MediumError``; then
         nothing has changed, or the message says that it is uncertain. turn: held while the names
-        change; what it raises forbids that."""
+        change; an error that it raises forbids that."""
         with self._lock:
             if len(draft.names) == 1:
                 self._publish_one(draft, turn or contextlib.nullcontext())
@@ -266,13 +266,13 @@ class Publisher(Generic[File]):
         with turn:
             for file in draft.files:
                 there = system.look(directory.file, file.name)
-                # A redo leaves a name alone that has yet another file by then (decision 0210).
+                # A redo leaves a name alone that has a third file by then (decision 0210).
                 replaced = 0 if there is None else there.identity[1]
                 inode = system.status(file.file).identity[1]
                 moves.append(Move(file.hidden, inode, file.name, replaced))
-            # From here on the publication counts: a start completes whatever renames are missing.
+            # From here on the publication counts: a start completes the missing renames.
             redo.write(folder, draft.record, directory, moves)
-            draft.is_published = True  # whatever becomes of this process
+            draft.is_published = True  # even if this process dies now
             try:
                 redo.apply(folder, directory, moves)
             except MediumError as error:
@@ -300,13 +300,13 @@ class Publisher(Generic[File]):
         # Scripts may remove this file, now the newest, before those drafts are committed.
         for other in self._drafts:
             if other is not draft and other.series == draft.series:
-                with contextlib.suppress(MediumError):  # this one is committed all the same
+                with contextlib.suppress(MediumError):  # this one is committed anyway
                     for each in self._files_of(committed):
                         self._hold_also(other, each)
 
     def abandon(self, draft: Publication[File]) -> None:
-        """End a draft that is not to be published. What it holds is put back if it was removed
-        meanwhile. Raises nothing. A second call does nothing."""
+        """End a draft that is not to be published. A held file that was removed meanwhile is
+        restored. Raises nothing. A second call does nothing."""
         with self._lock:
             if draft.is_over:
                 return
@@ -318,8 +318,8 @@ class Publisher(Generic[File]):
             self._end(draft)
 
     def drop_spare(self) -> bool:
-        """Remove the spares, whose space is needed, or which have no use any more; False if there
-        is none."""
+        """Remove the spares, whose space is needed, or which are no longer of use; return False if
+        there is none."""
         with self._lock:
             self._look_for_removed()
             spares = list(self._spares)
@@ -329,13 +329,13 @@ class Publisher(Generic[File]):
             return bool(spares)
 
     def make_room(self, request: SaveRequest) -> bool:
-        """Give back space on a full disk. Return whether that was done. request: of the save that
-        needs it."""
-        # The spare first: nobody misses it.
+        """Free space on a full disk. Return whether that was done. request: of the save that needs
+        it."""
+        # The spare first: it is no checkpoint.
         if self.drop_spare():
             return True
         has_removed = request.make_room()
-        self.drop_spare()  # what was removed is the spare now
+        self.drop_spare()  # the removed file is the spare now
         return has_removed
 
     def _drop_spare(self, spare: _Spare[File]) -> None:
@@ -382,8 +382,8 @@ class Publisher(Generic[File]):
         return directory
 
     def _base_above(self, where: str) -> str | None:
-        """Return the nearest directory above ``where`` whose hidden folder is open: what was in a
-        directory of a checkpoint does not go with it."""
+        """Return the nearest directory above ``where`` whose hidden folder is open: files that were
+        in a directory of a checkpoint outlive it there."""
         bases = [folder.path_of_base() for folder in self._folders]
         above = [each for each in bases if each and os.path.commonpath([each, where]) == each]
         return max(above, key=len, default=None)
@@ -419,7 +419,7 @@ class Publisher(Generic[File]):
         here, there = draft.folder.path_of_base(), self._system.path_of(draft.directory.file)
         below = os.path.relpath(there, here) if here and there else "."
         paths = [os.path.normpath(os.path.join(below, name)) for name in draft.names]
-        # Not synced: only living processes read it. A start needs the symbolic links alone; on ext4
+        # Not synced: only living processes read it. A start needs only the symbolic links; on ext4
         # these survived a power cut that emptied this file (decision 0203).
         self._system.write(draft.record.file, b"\0".join(map(os.fsencode, paths)))
         for committed in self._newest.values():
@@ -427,7 +427,7 @@ class Publisher(Generic[File]):
                 self._hold_also(draft, file)
 
     def _hold_also(self, draft: Publication[File], committed: _NewestFile[File]) -> None:
-        """Have a draft hold a file too. It may be committed after the draft was begun."""
+        """Have a draft hold one more file, which may have been committed after the draft began."""
         where = self._system.path_of(committed.directory.file)
         here = draft.folder.path_of_base()
         if where is None or here is None:
@@ -435,7 +435,7 @@ class Publisher(Generic[File]):
         hidden = hidden_name(draft.record.token, HOLD, next(draft.numbers))
         path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
         hold = _Hold(hidden, committed)
-        # Before it is made: if that fails, ``abandon`` removes what is there of it.
+        # Before it is made: if that fails, ``abandon`` removes a half-made one.
         draft.holds.append(hold)
         try:
             # The path first: a start cannot put back a hold without knowing where it belongs.
@@ -450,10 +450,10 @@ class Publisher(Generic[File]):
             self._system.unlink(draft.folder.make(), path_name(hidden))
 
     def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
-        """Make the hidden link of a hold; False if the file is gone, or cannot be held."""
+        """Make the hidden link of a hold; return False if the file is gone, or cannot be held."""
         there = hold.of.directory.file, hold.of.name
         status = self._system.look(*there)
-        # By now somebody else's file may be at the path.
+        # Another program's file may be at the path by now.
         if status is None or status.identity != hold.of.identity:
             return False
         try:
@@ -477,7 +477,7 @@ class Publisher(Generic[File]):
 
     def _newest_beside(self, draft: Publication[File]) -> _NewestFile[File] | None:
         """Return the directory of a publication, if it has files; else the newest beside it whose
-        name differs in its numbers alone."""
+        name differs only in its numbers."""
         where = self._system.path_of(draft.directory.file)
         own = _NewestFile(draft.directory, "", self._system.status(draft.directory.file).identity)
         if where is None or self._files_of(own):
@@ -539,13 +539,13 @@ class Publisher(Generic[File]):
         return has_room or removed.size > min(each.status.size for each in self._spares)
 
     def _watch(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
-        """Have a hidden link to a committed file, for as long as it has another one."""
+        """Make a hidden link to a committed file, for as long as it has another one."""
         while len(self._watched) >= WATCHED_MAX:
             self._forget(self._watched[0])
         record = draft.folder.claim()
-        self._system.write(record.file, b"/")  # it is to make no file
+        self._system.write(record.file, b"/")  # it will make no file
         identity = self._system.status(file.file).identity
-        # Later its link count shows that the visible name is gone, whoever removed it.
+        # Later its link count shows that the visible name was removed, by any process.
         hold = _Hold(
             hidden_name(record.token, HOLD), _NewestFile(draft.directory, file.name, identity)
         )
@@ -558,7 +558,7 @@ class Publisher(Generic[File]):
                 self._forget(self._watched[-1])
 
     def _look_for_removed(self) -> None:
-        """Make what was removed elsewhere the spare. Syncs."""
+        """Make a file that was removed elsewhere the spare. Syncs."""
         for watched in self._watched[:]:
             with contextlib.suppress(MediumError):
                 status = self._system.look(watched.folder.make(), watched.hold.name)
@@ -579,7 +579,7 @@ class Publisher(Generic[File]):
             return None
         try:
             status = system.status(file)
-            # With another name somebody may still read it; with another identity it is not ours.
+            # With another name it may still be read; with another identity it is not ours.
             is_it = status.links == 1 and status.identity == hold.of.identity
             # Locked for as long as it is a spare, so that other processes' starts leave it alone.
             if is_it and self._may_keep(status) and system.lock(file):
@@ -595,7 +595,8 @@ class Publisher(Generic[File]):
         return None
 
     def _open(self, draft: Publication[File], name: str) -> None:
-        """Open a file of a draft: the spare, if there is one that nobody reads, or a new one."""
+        """Open a file of a draft: the spare, if there is one that no process reads, or a new
+        one."""
         system, folder = self._system, draft.folder
         there = system.look(draft.directory.file, name)
         hidden = hidden_name(draft.record.token, DRAFT, len(draft.files))
@@ -617,14 +618,14 @@ class Publisher(Generic[File]):
             opened = UnpublishedFile(name, hidden, system.create(folder.make(), hidden), False)
             draft.files.append(opened)
             system.lock(opened.file)
-        # As after ``torch.save``: the mode of the file that is replaced, else what the umask says.
+        # As after ``torch.save``: the mode of the replaced file, else that of the umask.
         if there is not None and there.is_regular:
             system.set_mode(opened.file, there.mode & 0o7777)
         elif opened.is_spare:  # it has the mode of the file that it was
             system.set_mode(opened.file, 0o666 & ~_umask())
 
     def _spare_for(self, series: str) -> _Spare[File] | None:
-        """Take the spare of a series; or, if there is but one, that one."""
+        """Take the spare of a series; or, if there is only one, that one."""
         found = [each for each in self._spares if each.series == series]
         if not found and self._spares_max == 1:
             found = self._spares[:]
@@ -648,7 +649,7 @@ class Publisher(Generic[File]):
     # The end of a draft.
 
     def _end(self, draft: Publication[File]) -> None:
-        """Release what a draft has. The record is the last to go: it says whose the others are."""
+        """Release the files of a draft. The record goes last: it names the owner of the others."""
         draft.is_over = True
         self._drafts.remove(draft)
         folder = draft.folder
@@ -667,7 +668,7 @@ class Publisher(Generic[File]):
         self._close_unused()
 
     def _leave(self, draft: Publication[File]) -> None:
-        """End a draft as a process that dies would: the next start goes on with it."""
+        """End a draft as a process that dies would: the next start continues it."""
         draft.is_over = True
         self._drafts.remove(draft)
         for file in draft.files:
@@ -711,19 +712,19 @@ class Publication(Generic[File]):
     """Those that are open by now, in the order of the names."""
     holds: list[_Hold[File]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Those of its holds, also of such as it has no more."""
+    """The numbers of its holds, also of released ones."""
     is_published: bool = False
     is_over: bool = False
 
     @property
     def path(self) -> str:
-        """Where the first file is to be, for messages; the directory of several."""
+        """The future path of the first file, for messages; the directory of several."""
         if len(self.names) == 1:
             return self.path_of(self.names[0])
         return printable(self.directory.describe())
 
     def path_of(self, name: str) -> str:
-        """Where a file is to be, for messages."""
+        """Return the future path of a file, for messages."""
         return printable(os.path.join(self.directory.describe(), name))
 
     def make_room(self, request: SaveRequest) -> bool:

@@ -1,8 +1,8 @@
-"""What a start does about saves that a process which ended had in flight.
+"""What a start does about saves that were in flight in a process that ended.
 
-What a redo marker says is done. Without one, a held file is put back only if its save was not
-finished (its draft is there), nothing is at its path, and its bytes verify. All else that such a
-process left is removed.
+It carries out a redo marker. Without one, it restores a held file only if its save was not finished
+(its draft exists), nothing is at its path, and its bytes verify. It removes everything else that
+such a process left.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _log: Final = logging.getLogger("portus")
 
 
 def recover(folder: HiddenFolder[File]) -> None:
-    """Put back what belongs at a path, and remove the rest of what processes that ended left.
-    Raises ``MediumError``; what another user left stays."""
+    """Restore files at their paths, and remove the rest of what processes that ended left. Raises
+    ``MediumError``; another user's files stay."""
     system = folder.system
     for names in folder.abandoned_saves():
         hidden = folder.make()
-        # First: if there is a marker, the save counts, and what look like drafts are its files.
+        # First: if there is a marker, the save counts, and its apparent drafts are its files.
         is_published = redo.finish(folder, names)
-        # A draft that is left was never renamed, so nothing replaced what the save holds. Without
-        # one the save was over, or had hardly begun: what is missing was removed on purpose.
+        # A draft that is left was never renamed, so it replaced no held file. Without one the save
+        # had ended, or hardly begun: a missing file was removed on purpose.
         is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
             path = system.read_link(hidden, path_name(name)) if f".{HOLD}" in name else None
@@ -44,7 +44,7 @@ def recover(folder: HiddenFolder[File]) -> None:
 
 
 def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
-    """Put the held file back at ``path`` if nothing is there and its bytes verify. A directory that
+    """Restore the held file at ``path`` if nothing is there and its bytes verify. A directory that
     was removed is made again, but not the one above it. Raises ``MediumError``."""
     system = folder.system
     where, name = os.path.split(path)
@@ -57,9 +57,9 @@ def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
         if directory is None:
             directory = _make_directory(system, where)
         if directory is None:
-            return False  # nobody looks there
+            return False  # the directory is gone
         try:
-            # A link, not a rename: it fails if somebody put a file there meanwhile.
+            # A link, not a rename: it fails if a file was put there meanwhile.
             system.link((folder.make(), held), (directory, name))
         except MediumError as error:
             if error.errno == errno.EEXIST:
@@ -78,7 +78,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
 
 
 def _open_directory(system: System[File], path: str) -> File | None:
-    """Open a directory; None if it is not there."""
+    """Open a directory; return None if it does not exist."""
     try:
         return system.open_directory(path)
     except MediumError as error:
@@ -88,7 +88,7 @@ def _open_directory(system: System[File], path: str) -> File | None:
 
 
 def _make_directory(system: System[File], path: str) -> File | None:
-    """Make a directory, durably; None if the one above it is not there."""
+    """Make a directory, durably; return None if the one above it does not exist."""
     above = _open_directory(system, os.path.dirname(path))
     if above is None:
         return None

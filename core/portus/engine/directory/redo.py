@@ -1,9 +1,9 @@
 """The redo marker: several files get their names as one.
 
 Each rename is atomic, and several are not. So before the first one, a marker in the hidden folder
-says which hidden file is to have which name, by inodes; it is whole and durable, or not there. A
-start that finds it, and all the files, does the renames that are missing. Where a name has another
-file by then, that file is somebody else's, and stays.
+says which hidden file is to have which name, by inodes; it is either complete and durable, or
+absent. A start that finds it, and all the files, does the renames that are missing. If a name has
+another file by then, that file belongs to another program, and stays.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from portus.errors import MediumError, printable
 _log: Final = logging.getLogger("portus")
 
 REDO_MAX: Final = 64 << 20
-"""Bytes of a marker that are read."""
+"""The most bytes of a marker to read."""
 
 
 class Move(NamedTuple):
-    """``hidden``, with the inode ``inode``, is to be ``name``, which has ``replaced`` by now, or
-    nothing (0)."""
+    """``hidden``, with the inode ``inode``, is to be ``name``, which now has the inode
+    ``replaced``, or no file (0)."""
 
     hidden: str
     inode: int
@@ -49,8 +49,8 @@ def write(
     directory: OpenDirectory[File],
     moves: Sequence[Move],
 ) -> None:
-    """Make a marker for moves to ``directory``, whole and durable. Raises ``MediumError``; then it
-    may be there or not."""
+    """Write a marker for moves to ``directory``, complete and durable. Raises ``MediumError``; then
+    it may exist or not."""
     system, hidden = folder.system, folder.make()
     here, there = folder.path_of_base(), system.path_of(directory.file)
     if here is None or there is None:
@@ -76,7 +76,7 @@ def write(
 def apply(
     folder: HiddenFolder[File], directory: OpenDirectory[File], moves: Sequence[Move]
 ) -> None:
-    """Do what is missing of the moves, durably. Raises ``MediumError``."""
+    """Do the missing moves, durably. Raises ``MediumError``."""
     system, hidden = folder.system, folder.make()
     for move in moves:
         source, target = system.look(hidden, move.hidden), system.look(directory.file, move.name)
@@ -89,8 +89,8 @@ def apply(
 
 
 def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
-    """Do what the marker among the ``names`` of a save that nobody has says; False if there is
-    none. Raises ``MediumError``."""
+    """Carry out the marker among the ``names`` of an abandoned save; return False if there is none.
+    Raises ``MediumError``."""
     system = folder.system
     for name in names:
         if f".{REDO}" not in name:
@@ -125,7 +125,7 @@ def _finish(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[
         directory = OpenDirectory(folder.system, path, here)
     except MediumError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return False  # it was removed: nobody looks there
+            return False  # the directory was removed
         raise
     try:
         is_it = folder.system.status(directory.file).identity[1] == inode
@@ -138,8 +138,8 @@ def _finish(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[
 
 
 def _is_there(folder: HiddenFolder[File], directory: OpenDirectory[File], move: Move) -> bool:
-    """Return whether a file is there, under either name. One that is not was never durable under
-    its hidden name, and so the marker was not, and no rename was begun."""
+    """Return whether a file exists, under either name. If not, it was never durable under its
+    hidden name, and so neither was the marker, and no rename was begun."""
     system = folder.system
     places = (folder.make(), move.hidden), (directory.file, move.name)
     found = [system.look(*place) for place in places]

@@ -27,15 +27,15 @@ if sys.platform != "win32":
     import fcntl
 
 _TRIES: Final = 10
-"""A folder is made again when somebody removed it before it was opened, this often."""
+"""The most times that a folder is made again because it was removed before it was opened."""
 
 File = TypeVar("File")
-"""An open file or directory, of the kind that a system hands out."""
+"""An open file or directory, of the kind that a system returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What there is to know of a file. ``identity`` is the same as long as the file exists."""
+    """The facts about a file. ``identity`` is the same as long as the file exists."""
 
     identity: tuple[int, int]
     links: int
@@ -60,16 +60,17 @@ class System(Protocol[File]):
         """Open the directory at ``path``."""
 
     def open_folder(self, directory: File, name: str, *, create: bool) -> File | None:
-        """Open a directory in ``directory``; None if it is not there and not to be created."""
+        """Open a directory in ``directory``; return None if it does not exist and is not to be
+        created."""
 
     def create(self, directory: File, name: str) -> File:
         """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
 
     def open(self, directory: File, name: str, *, writable: bool) -> File | None:
-        """Open a regular file, never through a symbolic link; None if it is not there."""
+        """Open a regular file, never through a symbolic link; return None if it does not exist."""
 
     def close(self, file: File) -> None:
-        """Close it, and release its lock. A second call does nothing."""
+        """Close a file, and release its lock. A second call does nothing."""
 
     def read(self, file: File, length: int) -> bytes:
         """Return the first ``length`` bytes of a file, or all of them."""
@@ -84,7 +85,7 @@ class System(Protocol[File]):
         """Return the status of an open file."""
 
     def look(self, directory: File, name: str) -> FileState | None:
-        """Return the status of a name, without following a link; None if it is not there."""
+        """Return the status of a name, without following a link; None if it does not exist."""
 
     def set_mode(self, file: File, mode: int) -> None:
         """Set the permissions of a file."""
@@ -93,35 +94,37 @@ class System(Protocol[File]):
         """Return the names in a directory."""
 
     def path_of(self, directory: File) -> str | None:
-        """Return where an open directory is now; None if it was deleted."""
+        """Return the present path of an open directory; None if it was deleted."""
 
     def link(self, source: tuple[File, str], target: tuple[File, str]) -> None:
         """Give a file a second name. ``MediumError`` (EEXIST) if that is taken."""
 
     def note(self, directory: File, name: str, text: bytes) -> None:
-        """Create a symbolic link that says ``text``. Unlike the bytes of a file, a file system has
-        them in its journal, in order with changes of names."""
+        """Create a symbolic link with the target ``text``. Unlike the bytes of a file, a file
+        system has it in its journal, in order with changes of names."""
 
     def read_link(self, directory: File, name: str) -> bytes | None:
-        """Return what a symbolic link says; None if it is not there."""
+        """Return the target of a symbolic link; None if it does not exist."""
 
     def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
-        """Rename a file, over what is at ``target``."""
+        """Rename a file, over any file at ``target``."""
 
     def unlink(self, directory: File, name: str) -> None:
-        """Remove a name, if it is there."""
+        """Remove a name, if it exists."""
 
     def remove_folder(self, directory: File, name: str) -> bool:
-        """Remove a directory if it is empty. False if it is not, or not there."""
+        """Remove a directory if it is empty. Return False if it is not, or does not exist."""
 
     def lock(self, file: File) -> bool:
-        """Lock a file for this process, without waiting. False if another process has it."""
+        """Lock a file for this process, without waiting. Return False if another process has it."""
 
     def is_unused(self, file: File) -> bool:
-        """True if nobody else has the file open or mapped, as far as the kernel tells."""
+        """Return True if no other process has the file open or mapped, as far as the kernel
+        knows."""
 
     def is_whole(self, file: File, path: str) -> bool:
-        """True if an open file, to be put at ``path``, is as it was saved. Reads all of it."""
+        """Return True if an open file, to be put at ``path``, is as it was saved. Reads all of
+        it."""
 
 
 class Linux:
@@ -140,7 +143,7 @@ class Linux:
                         os.mkdir(name, dir_fd=directory.number)
                 try:
                     return Descriptor(name, flags, directory=directory)
-                except FileNotFoundError:  # who else used it removed it meanwhile, empty
+                except FileNotFoundError:  # another user removed it meanwhile, empty
                     if create and not left:
                         raise
             return None
@@ -251,13 +254,13 @@ class Linux:
         return True
 
     def is_unused(self, file: Descriptor) -> bool:
-        """Ask for a write lease, which the kernel grants to the only one who has the file open."""
+        """Ask for a write lease, which the kernel grants only if no one else has the file open."""
         try:
             # A lease knows nothing of other machines that mount the file system.
             if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
                 return False
-            # If somebody opens it now, the kernel would send SIGIO, which ends a process; SIGURG is
-            # ignored by default.
+            # If the file is opened now, the kernel would send SIGIO, which ends a process; SIGURG
+            # is ignored by default.
             fcntl.fcntl(file.number, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file.number, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
@@ -293,6 +296,6 @@ def _translate(path: str) -> Iterator[None]:
 
 
 def medium_error(error: OSError, path: str) -> MediumError:
-    """``error`` of the system at ``path``, as ours. A quota that is used up is a full disk."""
+    """Return ``error`` of the system at ``path``, as ours. An exhausted quota is a full disk."""
     number = errno.ENOSPC if error.errno in OUT_OF_SPACE else error.errno
     return MediumError(number, f"{printable(path)}: {error.strerror or error}")

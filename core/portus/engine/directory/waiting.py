@@ -1,4 +1,4 @@
-"""Waiting for the saves of other processes."""
+"""Waits for the saves of other processes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PAUSE_MAX_S: Final = 0.05
 def wait_for_drafts(
     directory: str, name: str | None = None, timeout_s: float | None = None
 ) -> bool:
-    """Wait until the saves to ``directory`` that any process has in flight now are over; False if
-    time ran out.
+    """Wait until the saves to ``directory`` that any process has in flight now have ended; return
+    False if time ran out.
 
-    A process that was killed has none. Changes nothing; where the hidden folder may not be read
-    there is nothing to wait for. directory: absolute, without links. name: of the one file to wait
-    for; None waits for all. timeout_s: None waits for ever.
+    A process that was killed has none. Changes nothing; if the hidden folder may not be read, there
+    is nothing to wait for. directory: absolute, without links. name: of the one file to wait for;
+    None waits for all. timeout_s: None waits for ever.
     """
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     return all(
@@ -66,7 +66,7 @@ def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> 
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-            awaited &= in_flight()  # a record says at first nothing, and may turn out to be another
+            awaited &= in_flight()  # a record is empty at first, and may be of another file
     return True
 
 

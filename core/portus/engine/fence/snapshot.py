@@ -104,7 +104,7 @@ class CopyPlanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrder:
-    """Which storages are copied late, and which at once: columns of ``Snapshot``."""
+    """The choice for each storage, late or at once: columns of ``Snapshot``."""
 
     feeds: Mapping[int, Feed]
     address: Column

@@ -1,1 +1,1 @@
-"""The order of what happens at paths, and who waits for it."""
+"""The order of changes at paths, and the waits for them."""

@@ -1,10 +1,11 @@
-"""The order of what was asked for at the paths of a user.
+"""The order of requests for the paths of a user.
 
 A save in flight changes names after its call has returned: at its commit it replaces a file, or a
-removal that waits takes one away. A signal handler may have put a real file there meanwhile (see
-``nested``), which is newer than what those were asked for. So each has its place in the order, and
-changes no name at which something newer was written. That is looked at under ``turn``, a lock under
-which nothing but the names of one change is touched, and no lock taken that a handler may be above.
+removal that waits takes one away. A signal handler may have written a real file there meanwhile
+(see ``nested``), which is newer than those requests. So each request has its place in the order,
+and changes no name at which something newer was written. It checks that under ``turn``, a lock
+under which only the names of one change are touched, and no lock taken that the code below a
+handler may hold.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from typing import Final
 
 _places: Final = itertools.count(1)
 _written: Final[dict[str, int]] = {}
-"""Files and directories that are newer than what was asked for before then. As many as handlers
-ever wrote: a few."""
+"""Files and directories that are newer than the requests before then. As many as handlers ever
+wrote: a few."""
 
 turn = threading.RLock()
-"""Held while it is looked at whether a name is newer, and while that name is changed then."""
+"""Held while a request checks whether a name is newer, and while it then changes that name."""
 
 
 def next_place() -> int:
-    """The place of what is asked for now."""
+    """Return the place of a request that is made now."""
     return next(_places)
 
 
 def note(path: str) -> None:
-    """What is at ``path`` now, a file or a whole directory, is newer than all asked for so far."""
+    """Note that the file or directory at ``path`` is now newer than all requests so far."""
     _written[_real(path)] = next_place()
 
 
 def is_newer(path: str, place: int) -> bool:
-    """True if what is at ``path``, or below it, was noted after ``place``, or a directory that it
-    is in."""
+    """Return True if ``path``, anything below it, or a directory above it, was noted after
+    ``place``."""
     if not _written:
         return False
     real = _real(path)
@@ -48,12 +49,12 @@ def _touches(one: str, other: str) -> bool:
 
 def _real(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
-    # The last link is not followed: a removal takes away the link itself.
+    # The last link is not followed: a removal removes the link itself.
     return os.path.join(os.path.realpath(directory), name)
 
 
 def _forget_in_child() -> None:
-    # The thread that held it is not there.
+    # The thread that held it does not exist in the child.
     global turn
     turn = threading.RLock()
 

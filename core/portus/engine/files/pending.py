@@ -1,11 +1,11 @@
-"""Paths that were promised and are not there yet, and code of this process that touches them.
+"""Paths of files that are not there yet, and code of this process that touches them.
 
 ``PENDING`` has the paths of saves in flight. While there are any, an audit hook of Python makes
-whoever lists, opens, copies, renames, links or removes such a file wait for it, and whoever starts
-a program wait for all of them: they find what they would find after ``torch.save``. The hook cannot
-be taken out again; while nothing is in flight it costs one look at a tuple.
+code that lists, opens, copies, renames, links or removes such a file wait for it, and code that
+starts a program wait for all of them: so it finds the same as after ``torch.save``. The hook cannot
+be removed again; while no save is in flight it costs one look at a tuple.
 
-Not seen: ``os.stat`` and what stands on it (``os.path.exists``, ``getsize``), for which Python has
+Not seen: ``os.stat`` and functions over it (``os.path.exists``, ``getsize``), for which Python has
 no event, and readers in other languages.
 """
 
@@ -34,8 +34,8 @@ class _Thread(threading.local):
 
 
 class PendingPaths:
-    """The paths of saves in flight in this process. Threads may share it. No lock is held while
-    anybody waits, and a signal handler that interrupted a call of Portus does not wait."""
+    """The paths of saves in flight in this process. Threads may share it. No lock is held during a
+    wait, and a signal handler that interrupted a call of Portus does not wait."""
 
     def __init__(self) -> None:
         self._tickets: tuple[Ticket, ...] = ()  # replaced, never changed: readers need no lock
@@ -66,7 +66,7 @@ class PendingPaths:
 
     @contextlib.contextmanager
     def exempt(self) -> Iterator[None]:
-        """Inside, this thread waits for nothing: it is Portus itself."""
+        """Exempt this thread from waits inside the block: it runs Portus itself."""
         before, self._thread.is_exempt = self._thread.is_exempt, True
         try:
             yield
@@ -79,7 +79,7 @@ class PendingPaths:
         self._tickets = ()
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Wait for the saves that an audit event is about: a hook of ``sys``."""
+        """Wait for the saves that an audit event concerns. This is the hook of ``sys``."""
         tickets = self._tickets
         if not tickets:
             return
@@ -88,26 +88,26 @@ class PendingPaths:
         if matches is None or self._thread.is_exempt or sys.is_finalizing():
             return
         if process.is_opening():
-            return  # it has waited
+            return  # this call has waited
         try:
             awaited = matches(tickets, arguments)
         except (OSError, ValueError, TypeError, IndexError):
-            return  # whoever asked for it hears what is wrong with it
+            return  # the call itself reports what is wrong with it
         if not awaited or calls.is_nested():
             return
         # No lock is held here: ``remove``, which takes it, is what ends the wait.
         for ticket in awaited:
-            with contextlib.suppress(Exception):  # the save's own error is told elsewhere
+            with contextlib.suppress(Exception):  # the save's own error is reported elsewhere
                 ticket.save.join()
 
 
 Touched = Callable[[tuple[Ticket, ...], tuple[Any, ...]], list[Ticket]]
-"""The saves in flight that an event, with its arguments, has to wait for."""
+"""Returns the saves in flight that an event, with its arguments, has to wait for."""
 
 
 def _real(path: Any, directory: Any = None) -> str:
-    """Return where ``path``, or an open file, is: from ``directory``, a descriptor, if there is one
-    (an event says -1 or None for none) and the path is relative."""
+    """Return the path of ``path``, or of an open file, without links: from ``directory``, a
+    descriptor, if there is one (an event has -1 or None for none) and the path is relative."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}")
     text = os.fsdecode(path)
@@ -121,7 +121,8 @@ def _is_within(path: str, above: str) -> bool:
 
 
 def _on_open(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """Opens are many: most are told by their name that nobody waits for them."""
+    """Return the saves that an open waits for. Opens are many: for most the name shows that there
+    are none."""
     path = arguments[0]
     if isinstance(path, int) or path is None:
         return []
@@ -142,8 +143,8 @@ def _on_list(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ti
 
 
 def _on_change(*places: tuple[int, int | None]) -> Touched:
-    """Return what a call waits for that changes, or copies, all of what is at some paths. places:
-    of each path the number of its argument, and of that of its directory."""
+    """Return a function for calls that change, or copy, everything at some paths. places: for each
+    path the number of its argument, and of that of its directory."""
 
     def match(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
         found = []
@@ -172,7 +173,8 @@ def _path_of_name(path: Any, directory: Any) -> str:
 
 
 def _on_link(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """A symbolic link waits for what it leads to, so that it never leads nowhere."""
+    """Return the saves that a symbolic link waits for: those to its target, so that it never
+    dangles."""
     source, target, directory = arguments
     own = _path_of_name(target, directory)
     leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))
@@ -181,7 +183,7 @@ def _on_link(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ti
 
 
 def _all(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """What another program will touch cannot be told."""
+    """Return all saves: the paths that another program will touch are unknown."""
     return list(tickets)
 
 

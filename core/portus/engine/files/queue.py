@@ -1,8 +1,8 @@
-"""One queue, one worker (V5): saves and removals happen in the order in which they were asked for.
+"""One queue, one worker (V5): saves and removals happen in the order of their requests.
 
 One save in flight and one queued; more if they are small, but of two steps of one training at most,
-which a kill loses. The next call waits. The worker thread is started by the first work and ends
-when there has been none for a while, so an idle program has no thread of ours.
+which a kill loses. The next call waits. The first work starts the worker thread, which ends when
+there has been none for a while, so an idle program has no thread of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.errors import UsageError
 
 SAVES_MAX: Final = 2
-"""Saves that are not over yet: one in flight, one queued."""
+"""Unfinished saves: one in flight, one queued."""
 
 _IDLE_S: Final = 10.0
 _NEWS_S: Final = 10.0
@@ -29,8 +29,8 @@ _log: Final = logging.getLogger("portus")
 
 
 class Work(Protocol):
-    """A save, a removal. ``run`` keeps its own errors; ``fail`` ends it when ``run`` did not;
-    ``hurry`` is told that somebody waits for it, before or while it runs."""
+    """A save or a removal. ``run`` keeps its own errors; ``fail`` ends it if ``run`` did not;
+    ``hurry`` says that a thread waits for it, before or while it runs."""
 
     def run(self) -> None: ...
 
@@ -40,7 +40,7 @@ class Work(Protocol):
 
 
 class Errand:
-    """Something to do between two saves, which raises nothing, and that nobody waits for."""
+    """Work between two saves that raises nothing, and that no thread waits for."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.run: Final = act
@@ -49,15 +49,15 @@ class Errand:
         """Do nothing: there is nothing to end."""
 
     def hurry(self) -> None:
-        """Do nothing: the work takes no longer than it must."""
+        """Do nothing: the work takes no longer than necessary."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A place for one save of ``size`` bytes, of the thread that asks for it. Given back by the
-    worker once its work is over, or by ``dismiss``.
+    """A place for one save of ``size`` bytes, of the thread that takes it. The worker gives it back
+    once its work has ended, or ``dismiss`` does.
 
-    saver, step: who saves, and of which step: of each saver ``SAVES_MAX`` steps have places.
+    saver, step: of the save: of each saver ``SAVES_MAX`` steps have places.
     """
 
     size: int = 0
@@ -69,9 +69,9 @@ class Turn:
 class Queue:
     """Runs work one after another on a thread of its own.
 
-    Ctrl-C may come out of any call. Then work is either put, and will run, or it is not; places
-    are objects, not a count, so that giving one back twice or too early does no harm. The lock is
-    entered by itself: ``with`` on a ``Condition`` may be left holding it.
+    Ctrl-C may come out of any call. Then work is either put, and will run, or it is not; places are
+    objects, not a count, so that giving one back twice or too early does no harm. The code enters
+    the lock explicitly: ``with`` on a ``Condition`` may be left holding it.
     """
 
     def __init__(self, name: str, bytes_max: int = 0) -> None:
@@ -89,8 +89,8 @@ class Queue:
         self._closing = False
 
     def admit(self, turn: Turn, timeout_s: float | None = None) -> bool:
-        """Take one of the places for saves; waits for one. False if time ran out. Raises
-        ``UsageError`` once it is closed."""
+        """Take one of the places for saves, after a wait if needed. Return False if time ran out.
+        Raises ``UsageError`` once the queue is closed."""
         with self._lock:
             self._check_open()
             if not self._has_place(turn):
@@ -114,7 +114,8 @@ class Queue:
         return self._bytes_max > 0 and total <= self._bytes_max
 
     def dismiss(self, turn: Turn) -> bool:
-        """Give the place back, if it was taken. False if work was put on it: that will run."""
+        """Give the place back, if it was taken. Return False if work was put on it: that will
+        run."""
         with self._lock:
             if any(own is turn for _, own in self._waiting) or turn is self._running_on:
                 return False
@@ -123,10 +124,10 @@ class Queue:
             return True
 
     def put(self, work: Work, turn: Turn | None = None) -> None:
-        """Run ``work`` after all that was put before. ``turn``: what a save was admitted to.
+        """Run ``work`` after all that was put before. ``turn``: the admitted place of a save.
 
-        Returns at once; but where no thread can be started any more (the interpreter is ending)
-        it runs everything here.
+        Returns at once; but where no thread can be started any more (the interpreter is ending) it
+        runs everything here.
         """
         with self._lock:
             self._waiting.append((work, turn))
@@ -134,14 +135,14 @@ class Queue:
         self._see_to_it()
 
     def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is left to do; False if time ran out."""
+        """Wait until all work has ended; return False if time ran out."""
         self._see_to_it()
         with self._lock:
             self._hurry()
             return self._changed.wait_for(self.idle, timeout_s)
 
     def catch_up(self, timeout_s: float | None = None) -> bool:
-        """Wait until all that was put so far is over, and no longer; False if time ran out."""
+        """Wait until all work put so far has ended, and no longer; return False if time ran out."""
         self._see_to_it()
         with self._lock:
             self._hurry()
@@ -152,12 +153,12 @@ class Queue:
             )
 
     def put_all(self, saver: object, timeout_s: float) -> bool:
-        """Wait until no other thread is in a save of ``saver``; False if time ran out."""
+        """Wait until no other thread is in a save of ``saver``; return False if time ran out."""
         with self._lock:
             return self._changed.wait_for(lambda: self._has_put_all(saver), timeout_s)
 
     def has_more(self) -> bool:
-        """True if something waits behind what runs now, or a save is about to."""
+        """Return True if work waits behind the running one, or a save is about to be put."""
         return bool(self._waiting) or len(self._turns) > 1
 
     def idle(self) -> bool:
@@ -165,8 +166,8 @@ class Queue:
             return not self._waiting and self._running is None
 
     def close(self) -> None:
-        """Admit nobody any more, finish what was admitted and put, and end the thread. Says every
-        ten seconds that it waits."""
+        """Admit no more saves, finish those admitted and put, and end the thread. Logs every ten
+        seconds that it waits."""
         self._closing = True
         try:
             self._finish()
@@ -196,8 +197,8 @@ class Queue:
         return self._thread is None and self._running is None and not self._waiting
 
     def _has_put_all(self, saver: object = None) -> bool:
-        """True if no other thread is in a save: between its admission and its work. saver: whose;
-        None: anybody's."""
+        """Return True if no other thread is in a save: between its admission and its work. saver:
+        the owner of these; None: of all."""
         placed = {own for _, own in self._waiting} | {self._running_on}
         here = threading.current_thread()
         left = [each for each in self._turns - placed if saver in (None, each.saver)]
@@ -217,11 +218,11 @@ class Queue:
             raise UsageError("this Checkpointer is closed")
 
     def on_worker(self) -> bool:
-        """True in the thread that works now."""
+        """Return True in the thread that works now."""
         return threading.current_thread() in (self._thread, self._running_by)
 
     def _see_to_it(self) -> None:
-        """Have a thread if there is work for it. Ctrl-C may have come before one was started."""
+        """Start a thread if there is work for it. Ctrl-C may have come before one was started."""
         with self._lock:
             alive = self._thread is not None and self._thread.is_alive()
             if alive or not self._waiting or self.on_worker():
@@ -238,12 +239,12 @@ class Queue:
         self._work()
 
     def _hurry(self, first: int | None = None) -> None:
-        """Tell work that somebody waits for it: the ``first`` so many, all by default."""
+        """Tell work that a thread waits for it: the first ``first`` of it, all by default."""
         for work in self._outstanding()[:first]:
             work.hurry()
 
     def _outstanding(self) -> list[Work]:
-        """What is not over: the first of it runs, perhaps."""
+        """Return the unfinished work: the first of it may be running."""
         running = [] if self._running is None else [self._running]
         return [*running, *(work for work, _ in self._waiting)]
 
@@ -267,7 +268,7 @@ class Queue:
                 raise
         finally:
             try:
-                work.fail(error)  # changes nothing if it is over already
+                work.fail(error)  # changes nothing if it has ended already
             finally:
                 with self._lock:
                     self._end(turn)
@@ -279,7 +280,7 @@ class Queue:
         self._changed.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
-        """The thread is dying: nothing that waits for it may wait for ever."""
+        """Fail all work when the thread is dying, so that no waiter waits for ever."""
         with self._lock:
             left, self._waiting = self._waiting, deque()
             self._thread = None
@@ -290,7 +291,7 @@ class Queue:
             work.fail(error)
 
     def _next(self) -> tuple[Work, Turn | None] | None:
-        """The next work; None ends the thread. Never while other work runs."""
+        """Return the next work; None ends the thread. Never while other work runs."""
         with self._lock:
             if threading.current_thread() is self._thread:
                 self._changed.wait_for(lambda: bool(self._waiting) or self._closing, _IDLE_S)
