@@ -308,8 +308,7 @@ def _is_mapped(medium: Medium) -> TypeGuard[MappedMedium]:
 
 
 def _addresses_in(medium: MappedMedium, segments: Segments) -> Column:
-    """Return the address of each segment, by one lookup: a mapping is one range, and never
-    moves."""
+    """Return the address of each segment, by one lookup: a mapping is one range and never moves."""
     box = segments.box()
     return segments.offset + (medium.address(box) - box.offset)
 
@@ -389,8 +388,7 @@ def _arrive(
 
 
 def _is_memory(medium: Medium, segments: Segments) -> TypeGuard[MappedMedium]:
-    """Return True if the bytes are memory, tmpfs or plain: no sector under an address can be
-    bad."""
+    """Return True if the bytes are memory, tmpfs or plain: there are no bad sectors under them."""
     if not _is_mapped(medium) or not medium.info.volatile:
         return False
     try:

@@ -249,7 +249,7 @@ static void add_crc(const struct list *list, uint32_t *crc, const char *data, in
     if (list->crcs) *crc = (uint32_t)list->hash->crc(*crc, data, (uint64_t)length);
 }
 
-/* Moves the rest of a segment of a unit, by pieces. Returns 0 if the thread leaves before the end. */
+/* Moves the rest of a segment, by pieces. Returns 0 if the thread leaves before the end. */
 static int move_segment(struct task *task) {
     struct list *list = task->list;
     struct place *place = task->place;

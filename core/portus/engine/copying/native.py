@@ -199,8 +199,7 @@ def _pointer(column: Column | None) -> int | None:
 
 
 def _agrees(engine: Helper) -> bool:
-    """Return True if it copies, and hashes as ``xxhash`` does: at once, in pieces, over two
-    segments."""
+    """Return True if it copies, and hashes as ``xxhash``: at once, in pieces, over two segments."""
     data = np.frombuffer(random.Random(0).randbytes(2 * PIECE + 800), np.uint8)
     copied = ~data  # differs from ``data`` in each byte that is not copied
     address, length = data.ctypes.data, len(data)

@@ -40,8 +40,7 @@ PROBE_EACH: Final = 64 << 10
 
 
 class StoppedError(AbandonedError):
-    """The ``Stop`` of a call was set before the call ended. The bytes written so far are of no
-    use."""
+    """The ``Stop`` of a call was set before the call ended. The bytes written are of no use."""
 
 
 class Stop:
@@ -57,8 +56,7 @@ class Stop:
         self._lock = threading.Lock()  # for ``add``, in pure Python; the helper adds atomically
 
     def set(self) -> None:
-        """Ask for the end. Calls with this stop raise ``StoppedError`` within milliseconds, for
-        good."""
+        """Ask for the end. Calls with this stop raise ``StoppedError`` within milliseconds."""
         self._shared[0] = 1
 
     def is_set(self) -> bool:
@@ -168,8 +166,7 @@ class Sources:
 
     @classmethod
     def of(cls, sources: Sequence[Source]) -> Sources:
-        """Return the columns of ``sources``. All of them have extents, or none; empty ones
-        aside."""
+        """Return the columns of ``sources``: all but empty ones have extents, or none of them."""
         extents = [extent for source in sources for extent in source.extents]
         return cls(
             address=_column([source.address for source in sources]),
@@ -200,8 +197,7 @@ class Segments:
         return int(self.length.sum())
 
     def part(self, which: slice | Column | NDArray[np.bool_]) -> Segments:
-        """Return some segments, by places or a mask; each keeps its row. Those of a slice are
-        views."""
+        """Return some segments, by places or a mask, with their rows; views if by a slice."""
         return Segments(
             address=self.address[which],
             offset=self.offset[which],
@@ -264,8 +260,7 @@ class Segments:
         return Extent(start, int((self.offset + self.length).max()) - start)
 
     def runs(self, gap: int = PAGE) -> list[Extent]:
-        """Return their places in the pool, in order of offset; those less than ``gap`` apart
-        joined.
+        """Return their places in the pool, in order of offset, joined if less than ``gap`` apart.
 
         Bytes between two of them less than a page apart are in pages that they touch, and
         reservations are whole pages: the owner of the two owns these bytes too.
@@ -310,8 +305,7 @@ def ranges(first: Column, counts: Column) -> Column:
 
 
 def cut(sources: Sources) -> tuple[Segments, Digests]:
-    """Return the segments of ``sources``, and their digests: those of empty sources set, the rest
-    zero."""
+    """Return the segments of ``sources``, and digests: set for empty sources, the rest zero."""
     if _are_segments(sources):
         segments = Segments(
             address=sources.address,
@@ -371,8 +365,8 @@ class RemoteMedium(Protocol):
 
 
 def memory(address: int, length: int) -> memoryview:
-    """Return the ``length`` bytes at ``address``. The caller keeps them alive, and writes to them
-    only if it may."""
+    """Return the ``length`` bytes at ``address``; the caller keeps them alive, and writes if it
+    may."""
     view: memoryview = _memory_view(address, length, _WRITABLE)
     return view
 

@@ -74,8 +74,7 @@ class OpenDirectory(Generic[File]):
         self._is_anchored = False
 
     def sync(self) -> None:
-        """Make the names in the directory durable, and its own, once: it may be as new as they
-        are."""
+        """Make the names in the directory durable, and its own, once: it may be as new."""
         self.system.sync(self.file)
         where = None if self._is_anchored else self.system.path_of(self.file)
         self._is_anchored = True

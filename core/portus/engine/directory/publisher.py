@@ -595,8 +595,7 @@ class Publisher(Generic[File]):
         return None
 
     def _open(self, draft: Publication[File], name: str) -> None:
-        """Open a file of a draft: the spare, if there is one that no process reads, or a new
-        one."""
+        """Open a file of a draft: the spare, if there is one that is not read, or a new one."""
         system, folder = self._system, draft.folder
         there = system.look(draft.directory.file, name)
         hidden = hidden_name(draft.record.token, DRAFT, len(draft.files))

@@ -1,4 +1,4 @@
-"""What a start does about saves that were in flight in a process that ended.
+"""The recovery of saves that were in flight in a process that ended, by the next start.
 
 It carries out a redo marker. Without one, it restores a held file only if its save was not finished
 (its draft exists), nothing is at its path, and its bytes verify. It removes everything else that

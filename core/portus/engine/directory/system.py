@@ -60,8 +60,8 @@ class System(Protocol[File]):
         """Open the directory at ``path``."""
 
     def open_folder(self, directory: File, name: str, *, create: bool) -> File | None:
-        """Open a directory in ``directory``; return None if it does not exist and is not to be
-        created."""
+        """Open a directory in ``directory``; without ``create``, return None if it does not
+        exist."""
 
     def create(self, directory: File, name: str) -> File:
         """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
@@ -119,12 +119,10 @@ class System(Protocol[File]):
         """Lock a file for this process, without waiting. Return False if another process has it."""
 
     def is_unused(self, file: File) -> bool:
-        """Return True if no other process has the file open or mapped, as far as the kernel
-        knows."""
+        """Return True if no other process has the file open or mapped, as the kernel knows it."""
 
     def is_whole(self, file: File, path: str) -> bool:
-        """Return True if an open file, to be put at ``path``, is as it was saved. Reads all of
-        it."""
+        """Return True if an open file, for ``path``, is as it was saved. Reads all of it."""
 
 
 class Linux:

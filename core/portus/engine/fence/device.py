@@ -87,8 +87,7 @@ class Timeline(Protocol):
     """Moments on a device or processor that runs steps."""
 
     def mark(self) -> Any:
-        """Return the moment when all work enqueued until now is done; None if it cannot be
-        known."""
+        """Return the moment when all work enqueued until now is done; None if it is unknown."""
 
     def between(self, first: Any, second: Any) -> float | None:
         """Return the seconds from one moment to the next; None while the second has not come."""
@@ -126,8 +125,8 @@ class DeviceRoom:
 
 
 class CopyChoice:
-    """Where storages of a device are copied first: on the device whenever there is room, whatever a
-    save or a copy costs."""
+    """The choice of where storages of a device are copied first: here, on the device whenever there
+    is room, whatever a save or a copy costs."""
 
     def on_device(self, room: DeviceRoom) -> bool:
         """Return True to copy all of them into spare memory of the device."""
@@ -143,8 +142,7 @@ class CopyChoice:
 def feeds_of(
     storages: tuple[torch.UntypedStorage, ...], choice: CopyChoice | None
 ) -> tuple[dict[int, DeviceFeed], set[int]]:
-    """Return a feed for each storage that is on a device, and the indices of private copies among
-    them.
+    """Return a feed for each storage that is on a device, and the indices of the private copies.
 
     choice: chooses the devices whose storages are copied there first (CheckFreq's snapshot:
     FAST'21, section 4.2), for each anew; None: no device. If memory runs out there is no copy.
@@ -184,8 +182,7 @@ def _ring(device: torch.device) -> _Ring:
 def _clone(
     storages: dict[int, torch.UntypedStorage], device: torch.device, choice: CopyChoice
 ) -> dict[int, torch.UntypedStorage]:
-    """Return copies in spare memory of the device; none if it is used up. Nothing waits for
-    them."""
+    """Return copies in spare memory of the device, without waiting; none if it is used up."""
     timeline = DeviceTimeline(device)
     # No synchronization: marks are read when the device has passed them.
     first = timeline.mark()

@@ -142,8 +142,7 @@ class Fence:
 
 
 def steps_seen() -> int:
-    """Return the number of steps of all optimizers that this process saw, with a fence or a
-    listener."""
+    """Return the number of optimizer steps that this process saw, with a fence or a listener."""
     return _steps
 
 

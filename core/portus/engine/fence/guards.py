@@ -21,8 +21,7 @@ Arguments = tuple[object, ...]
 @dataclass(frozen=True, slots=True)
 class GuardedFunction:
     """A function that writes. ``place`` is ``module:name`` or ``module:class.name``. ``written``
-    returns, from its positional arguments, the storages (data pointers) that it writes; None:
-    any."""
+    returns, from its positional arguments, the storages (data pointers) that it writes, or None."""
 
     place: str
     written: Callable[[Arguments], Collection[int] | None]

@@ -45,8 +45,7 @@ class Stability(enum.IntEnum):
 
 
 SMALL: int = 4 << 20
-"""Bytes of a state up to which its writers are not searched for: save copies it before it
-returns."""
+"""Bytes of a state up to which its writers are not searched for: save copies it at once."""
 
 
 def classify(
@@ -54,12 +53,10 @@ def classify(
     owned: Collection[int] = (),
     guilty: Collection[int] = (),
 ) -> bytearray:
-    """Return one ``Stability`` per storage, in order. Copies and reads nothing; blocks for
-    milliseconds.
+    """Return one ``Stability`` per storage, in order. Copies and reads nothing; takes milliseconds.
 
     storages: those of a state, distinct. owned: indices of private copies, which no other code
-    refers to: always stable. guilty: data pointers of storages that an audit found torn: not
-    stable.
+    refers to: always stable. guilty: data pointers of torn storages, as audits found: not stable.
 
     The first call after the trained parameters changed walks the objects of the process for modules
     and optimizers that write parameters in other ways. A state of ``SMALL`` bytes is not worth
@@ -120,8 +117,7 @@ _recorded: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def learn(optimizer: Optimizer) -> None:
-    """Note that the hook saw an optimizer step. Any thread; later calls take well under a
-    microsecond."""
+    """Note that the hook saw an optimizer step. Any thread; repeats take under a microsecond."""
     key = id(optimizer)
     if key not in _known:
         _known[key] = weakref.ref(optimizer, lambda _: _known.pop(key, None))
@@ -341,7 +337,7 @@ class _Surroundings:
                 self._modules.append(weakref.ref(thing))
 
     def renormalised_weights(self) -> Iterator[torch.Tensor]:
-        """Yield the weights that a forward renormalises: now, for ``max_norm`` may be set at any
+        """Yield the weights that a forward renormalises, now: ``max_norm`` may be set at any
         time."""
         for ref in self._modules:
             module = ref()
@@ -364,8 +360,8 @@ def _family(cls: type) -> set[type]:
 
 
 def _is_suspect(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer that may write outside of ``step``. Wrappers that only pass
-    calls on (Lightning's, Accelerate's) hold no groups of their own."""
+    """Return True for an optimizer with groups of its own that may write outside of ``step``.
+    Wrappers that only pass calls on (Lightning's, Accelerate's) have none."""
     return "param_groups" in optimizer.__dict__ and not writes_only_in_step(type(optimizer))
 
 

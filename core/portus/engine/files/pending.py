@@ -121,8 +121,7 @@ def _is_within(path: str, above: str) -> bool:
 
 
 def _on_open(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """Return the saves that an open waits for. Opens are many: for most the name shows that there
-    are none."""
+    """Return the saves that an open waits for. Opens are many: most names show there are none."""
     path = arguments[0]
     if isinstance(path, int) or path is None:
         return []
@@ -173,8 +172,7 @@ def _path_of_name(path: Any, directory: Any) -> str:
 
 
 def _on_link(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """Return the saves that a symbolic link waits for: those to its target, so that it never
-    dangles."""
+    """Return the saves that a symbolic link waits for: those to its target. It never dangles so."""
     source, target, directory = arguments
     own = _path_of_name(target, directory)
     leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))

@@ -114,8 +114,7 @@ class Queue:
         return self._bytes_max > 0 and total <= self._bytes_max
 
     def dismiss(self, turn: Turn) -> bool:
-        """Give the place back, if it was taken. Return False if work was put on it: that will
-        run."""
+        """Give the place back, if it was taken. Return False if its work was put, and will run."""
         with self._lock:
             if any(own is turn for _, own in self._waiting) or turn is self._running_on:
                 return False

@@ -23,8 +23,7 @@ def digest(data: bytes | bytearray | memoryview) -> bytes:
 
 
 def unit_count(length: int) -> int:
-    """Return the units of a storage of ``length`` bytes. An empty storage has one, the digest of no
-    bytes."""
+    """Return the units of a storage of ``length`` bytes: 1 for an empty storage."""
     return max(1, -(-length // UNIT))
 
 

@@ -1,5 +1,4 @@
-"""The marks of a pointer. Everything else about pointers is in
-``portus.reach.format.reference``."""
+"""The marks of a pointer. The rest of a pointer is in ``portus.reach.format.reference``."""
 
 from __future__ import annotations
 

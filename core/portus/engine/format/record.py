@@ -54,8 +54,7 @@ class Record:
         return self._struct.pack(*row.values())
 
     def row(self, *values: Value) -> bytes:
-        """Return the bytes of all fields, given in their order: several times as fast as
-        ``pack``."""
+        """Return the bytes of all fields, given in order: several times as fast as ``pack``."""
         return self._struct.pack(*values)
 
     def unpack(self, data: bytes | memoryview, offset: int = 0) -> dict[str, Value]:

@@ -55,9 +55,8 @@ class Reports:
         self._failed.append(save)
 
     def tell(self, *, is_save: bool = False) -> None:
-        """Report failed saves that were not reported yet, each once. If the first of them is
-        raised, the next call reports the next one. Called by saves (``is_save``), waits and
-        ``close``."""
+        """Report failed saves that were not reported yet, each once. If one is raised, the next
+        call reports the next one. Called by saves (``is_save``), waits and ``close``."""
         with contextlib.suppress(IndexError):
             while True:  # ends: there are no more; the worker may add one at any time
                 save = self._failed.popleft()

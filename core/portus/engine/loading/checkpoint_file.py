@@ -81,8 +81,7 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
 
 def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
     """Read every byte of a file and compare it with the digests in it; return their number. A stock
-    file of torch is compared with the CRCs of its zip; one of safetensors has nothing to compare
-    with.
+    file of torch is compared with the CRCs of its zip, and one of safetensors with nothing.
 
     pace: a limit of the rate; cached bytes of the file are read from the disk then. Raises
     ``CorruptionError``, ``MediumError``.

@@ -29,8 +29,7 @@ class StepSource(Protocol):
         if it was removed meanwhile."""
 
     def restore_into(self, state: object, options: RestoreOptions) -> RestoreReport:
-        """Copy the checkpoint over ``state``; see ``Checkpointer.restore_into``. Raises as
-        ``load``."""
+        """Copy it over ``state``; see ``Checkpointer.restore_into``. Raises as ``load``."""
 
 
 def use_newest(choose: Callable[[], Sequence[Found]], use: Callable[[Found], Result]) -> Result:

@@ -15,7 +15,6 @@ def note_loaded(info: VersionInfo) -> None:
 
 
 def take_loaded(model: str) -> tuple[bytes, int] | None:
-    """Return the token and the step of the version that was loaded, and forget it; None if none
-    was."""
+    """Return token and step of the version that was loaded, or None, and forget it."""
     info = _loaded.pop(model, None)
     return None if info is None else (info.token, info.step)

@@ -71,8 +71,7 @@ def _shift(spec: TensorSpec, target: torch.Tensor) -> tuple[int, int]:
 
 
 def _alike(user: Pair) -> bool:
-    """Return True if elements have the same distances as when they were saved, and the same
-    width."""
+    """Return True if elements have the same width and distances as when they were saved."""
     spec, target = user
     return target.stride() == spec.strides and str(target.dtype) == f"torch.{spec.dtype}"
 

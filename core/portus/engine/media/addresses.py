@@ -150,8 +150,7 @@ class AddressRange:
         return self.start + first, self.start + min(_pages(extent.end), self.mapped)
 
     def _reserve(self, needed: int) -> int:
-        """Reserve as much as the system allows, from RANGE_MAX down to ``needed`` bytes; return
-        it."""
+        """Reserve all that the system allows, from RANGE_MAX to ``needed`` bytes; return it."""
         wanted = max(needed, min(max(RANGE_MAX, 4 * needed), _limit() // _LIMITED_SHARE))
         # Addresses without memory: later mappings go over them, and nothing has to move.
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE
@@ -170,8 +169,7 @@ class AddressRange:
             return start
 
     def _align(self, alignment: int) -> None:
-        """Return the addresses before the first aligned one, and as many at the end, to the
-        system."""
+        """Unmap the addresses before the first aligned one, and as many at the end."""
         head = -self._start % alignment
         tail = alignment - mmap.PAGESIZE - head
         end = self._start + self._length

@@ -29,14 +29,12 @@ from portus.errors import MediumError
 
 @dataclass(frozen=True, slots=True)
 class MediumKind:
-    """How bytes reach a medium, and the facts about it that other modules need; declared in its
-    module.
+    """A way in which bytes reach a medium, with the facts about it; declared in its module.
 
-    name: in words, for people.
-    is_device: a pool on it fills all of it, so there is no limit, no quota, and no space for
-    mirrored objects; `portus format` makes one.
-    is_persistent_memory: its bytes are reached by addresses.
-    is_remote: another process stores them.
+    name: in words, for people. is_device: a pool on it fills all of it, so there is no limit, no
+        quota, and no space for mirrored objects; `portus format` makes one.
+        is_persistent_memory: its bytes are reached by addresses. is_remote: another process stores
+        them.
     """
 
     name: str
@@ -123,7 +121,7 @@ class MappedMedium(Medium, Protocol):
     """A medium whose bytes also have addresses in this process, while it is open."""
 
     def address(self, extent: Extent) -> int:
-        """The address of ``extent``, writable if the medium is; valid until ``close``.
+        """Return the address of ``extent``, writable if the medium is; valid until ``close``.
 
         It stays valid across ``grow``. Raises ``UsageError`` outside the medium, and
         ``MediumError`` when poisoned.

@@ -93,8 +93,7 @@ def write_all(number: int, data: memoryview, offset: int) -> None:
 
 
 def free_bytes(number: int) -> int | str:
-    """Return the bytes that an unprivileged process may still allocate on the file system, for
-    messages."""
+    """Return the bytes that an unprivileged process may still allocate there, for messages."""
     try:
         status = os.fstatvfs(number)
     except OSError as error:

@@ -66,8 +66,7 @@ _XFS_REFLINK: Final = 1 << 20
 def map_pages(
     address: int, length: int, protection: int, flags: int, place: tuple[int, int]
 ) -> int:
-    """Call mmap(2). ``place`` is (descriptor, offset in the file), or (-1, 0). Return the
-    address."""
+    """Call mmap(2), and return the address. ``place``: (descriptor, file offset), or (-1, 0)."""
     call = _libc().mmap
     call.restype = ctypes.c_void_p
     call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -214,9 +213,8 @@ _PROCMAP_SHARED: Final = 8 | 16  # VMA_SHARED, COVERING_OR_NEXT_VMA
 
 
 def open_write_watch() -> int:
-    """Call userfaultfd(2): it notes writes without a handler (``WP_ASYNC``, Linux 6.7) and needs no
-    privilege. Return a descriptor, for memory of this process alone: a forked child must not use
-    it."""
+    """Call userfaultfd(2): it notes writes without a handler (``WP_ASYNC``, Linux 6.7), and needs
+    no privilege. Return a descriptor, for this process's memory: no forked child may use it."""
     number = _USERFAULTFD.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

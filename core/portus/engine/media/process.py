@@ -214,8 +214,7 @@ class Descriptor:
 
 
 def not_here(name: str, process: int) -> UsageError:
-    """Return the error that says why ``name``, opened in ``process``, cannot be used in this
-    one."""
+    """Return the error for ``name``, opened in ``process``, which this process cannot use."""
     if process == os.getpid():
         return UsageError(f"{name}: used after it was closed")
     return UsageError(

@@ -36,8 +36,7 @@ class ReadFile(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        """The present bytes of the file, also after another process made it grow. Raises
-        ``MediumError``."""
+        """The file's present bytes, also after another process made it grow. ``MediumError``."""
         return self._status().st_size
 
     def load(self, offset: int, target: memoryview) -> None:

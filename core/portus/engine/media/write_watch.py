@@ -164,8 +164,7 @@ class _Kernel:
             linux.protect_pages(self._watch, *_span(run), on=True)
 
     def unprotect(self, run: Run) -> None:
-        """Stop noting writes. Raises nothing: pages that were unmapped meanwhile are not
-        protected."""
+        """Stop noting writes. Raises nothing: pages unmapped meanwhile are not protected."""
         with contextlib.suppress(OSError):
             linux.protect_pages(self._watch, *_span(run), on=False)
 

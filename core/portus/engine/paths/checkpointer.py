@@ -190,7 +190,7 @@ class Checkpointer:
         settings: those of ``torch.load``: ``map_location``, ``weights_only``, and with a directory
             others.
 
-        Blocks until the saves in flight are over. Raises ``NoCheckpointError`` if there is no such
+        Blocks until the saves in flight end. Raises ``NoCheckpointError`` if there is no such
         checkpoint, ``UsageError`` if nothing in it matches a pattern, ``CorruptionError`` if it
         does not verify, or none does, ``MediumError``, and what ``torch.load`` raises.
         """
@@ -243,11 +243,11 @@ class Checkpointer:
         return report
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, oldest commit first."""
+        """Return the steps of the committed checkpoints, oldest commit first."""
         return [info.step for info in self.versions()]
 
     def versions(self) -> list[VersionInfo]:
-        """The committed checkpoints, oldest commit first."""
+        """Return the committed checkpoints, oldest commit first."""
         self._check_usable()
         return self._steps.versions()
 
@@ -260,7 +260,7 @@ class Checkpointer:
 
     @calls.entry
     def wait(self, timeout: float | None = None) -> None:
-        """Block until every save so far is over; failures are reported as ``on_error`` says.
+        """Block until every save so far has ended; failures are reported as ``on_error`` says.
 
         timeout: seconds; None waits for ever. Raises ``TimeoutError`` when it runs out.
         """
@@ -269,7 +269,7 @@ class Checkpointer:
 
     @calls.entry
     def close(self) -> None:
-        """Finish the saves in flight, and let go of everything. A second call does nothing.
+        """Finish the saves in flight, and release everything. A second call does nothing.
         Failures that were not reported yet are reported as ``on_error`` says."""
         if self._is_closed or self._process != os.getpid():
             return

@@ -146,8 +146,7 @@ class DirectorySteps:
         return self._remove_surplus(coming, most=1) or self.saver.await_space()
 
     def _remove_surplus(self, *coming: VersionInfo, most: int | None = None) -> bool:
-        """Remove the oldest ``most`` of the files that ``keep`` drops. Return whether there was
-        one."""
+        """Remove the oldest ``most`` of the files that ``keep`` drops. Return whether any was."""
         try:
             found = [] if self._keep is None else self._files.surplus(self._keep, *coming)
             for path in found[:most]:

@@ -34,7 +34,7 @@ def save(obj: object, path: str | os.PathLike[str], *, wait: bool = False) -> Sa
         makes that the default of a process.
 
     Returns a handle: ``handle.wait()`` blocks until the file is durable, and raises the error of a
-    save that failed. A failure that nobody waited for is logged by the next call, or raised while
+    save that failed. A failure without a waiter is logged by the next call, or raised while
     no save of this process has succeeded.
 
     Raises ``UsageError`` for what cannot be pickled or written, with its place in ``obj``, and

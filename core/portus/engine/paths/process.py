@@ -47,8 +47,7 @@ _finalizers: Final[list[multiprocessing.util.Finalize]] = []
 @calls.mark
 def join(owner: Closable) -> SharedWriter:
     """Return the writer that all savers of this process share, until ``leave``. The exit of the
-    process closes ``owner``, if it still exists. Raises ``UsageError`` where files are not
-    written."""
+    process closes ``owner``, if it still exists. Raises ``UsageError`` off Linux."""
     with _making:
         shared = _writer()
         _open.add(owner)

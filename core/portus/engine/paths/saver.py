@@ -207,8 +207,7 @@ class FileSaver:
         return not (queue.on_worker() or queue.idle()) and queue.catch_up(self._fence_timeout)
 
     def close(self) -> None:
-        """Finish the saves in flight, and report their failures. After Ctrl-C the saver is still
-        open."""
+        """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
         self._is_closed = True
         queue, start = self.shared.queue, time.monotonic()
         try:

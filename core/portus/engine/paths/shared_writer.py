@@ -13,8 +13,7 @@ from portus.engine.writer.ways import Ways
 
 
 class SharedWriter:
-    """The objects that the savers of one process share. Threads may share it; a forked child makes
-    its own.
+    """The objects that the savers of one process share. Threads share it; a forked child makes one.
 
     staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
         they share.

@@ -1,5 +1,4 @@
-"""Whether a version is the state at the call: compares the stored bytes with those of the call
-(V7).
+"""Whether a version is the state at the call: stored bytes are compared with those of then (V7).
 
 The fence keeps known writers out while a storage is read late. Against unknown ones, an audit notes
 facts of every late storage at the call, and compares them with the stored bytes once the copy has
@@ -101,16 +100,14 @@ class LateStorages:
 
 @dataclass(frozen=True, slots=True)
 class StoredStorages:
-    """The bytes that ``draft`` stored of the late storages ``index``, and the digests of all their
-    units."""
+    """The bytes that ``draft`` stored of the late storages ``index``, and their units' digests."""
 
     index: Column
     digests: Digests
     draft: Draft
 
     def bytes_of(self, row: Column, offset: Column, length: Column) -> NDArray[np.uint8] | None:
-        """Return bytes at ``offset`` of some storages, end to end; None if they cannot be read
-        back."""
+        """Return bytes at ``offset`` of some storages, end to end, or None if out of reach."""
         return self.draft.read_back(self.index[row], offset, length)
 
 
@@ -231,8 +228,7 @@ class ProbeAudit(Audit):
         self._changes: Final = late.changes()
 
     def torn(self, stored: StoredStorages) -> Flags:
-        """Return which storages were torn. If the stored bytes cannot be read back (on a storage
-        host), the present ones stand for them."""
+        """Return which storages were torn. On a storage host, the present bytes count as stored."""
         found = stored.bytes_of(self._row, self._offset, self._length)
         different = (self._now() if found is None else found) != self._at_call
         torn = np.zeros(len(self._late.length), np.bool_)

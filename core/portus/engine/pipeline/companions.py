@@ -19,8 +19,7 @@ class Companion:
         """Note that a save to ``path``, absolute, is sure to end; "" for a save without a path."""
 
     def note_commit(self, path: str, save: Save) -> None:
-        """Note that the file at ``path`` was committed, before any waiter learns of it. On the
-        worker."""
+        """Note that the file at ``path`` was committed, before waiters wake. On the worker."""
 
     def removing(self, path: str) -> None:
         """Note that the file at ``path`` is about to be removed. On the worker."""

@@ -1,5 +1,4 @@
-"""A version that is being made: the place of the bytes of one save, until the commit or
-``release``.
+"""A version that is being made: the place of the bytes of one save, until its commit or release.
 
 This is the seam between a save and its place. ``Save`` decides what is copied, what is shared, and
 whether it still counts; a draft places bytes, and makes them a version. ``FileDraft`` does it in a
@@ -65,16 +64,14 @@ class Draft(Protocol):
         """Bytes copied so far that were in their places already."""
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        """Place storages, by index, and copy them from their addresses; return the digests of the
-        stored bytes."""
+        """Place storages, by index, and copy them from their addresses; return their digests."""
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        """Copy storages that have no addresses; return the digests of the stored bytes."""
+        """Copy storages that have no addresses; return their digests."""
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         """Let the version share the bytes that ``before`` has for these storages, if they still
-        exist and equal those at ``address``. Return False if nothing changed, and the caller must
-        copy."""
+        exist and equal those at ``address``. Return False if not, and nothing changed."""
 
     def read_back(
         self, storage: Column, offset: Column, length: Column

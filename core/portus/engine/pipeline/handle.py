@@ -47,7 +47,7 @@ class SaveStats:
 
     @property
     def blocked_s(self) -> float:
-        """How long training waited: ``call_s`` plus ``fence_s``.
+        """The time that training waited: ``call_s`` plus ``fence_s``.
 
         This is less than ``total_s``, unless several threads wait at the fence, or a synchronous
         call also makes room for the next save after its commit. It does not include the processor
@@ -56,7 +56,7 @@ class SaveStats:
         return self.call_s + self.fence_s
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that loggers and trackers receive for one save, by name;
+        """Return the numbers that loggers and trackers receive for one save, by name;
         ``docs/statistics.md`` explains each."""
         lag = {} if self.mirror_lag_s is None else {"portus/mirror_lag_s": self.mirror_lag_s}
         return {

@@ -38,8 +38,7 @@ class Feed(Protocol):
         """Return when the device has done the work that the storage's bytes depend on."""
 
     def units(self) -> AbstractContextManager[Iterator[tuple[int, int]]]:
-        """Yield (address, length) of each unit (16 MiB, the last one shorter) in host memory, in
-        order.
+        """Yield (address, length) of each unit (16 MiB, the last one shorter) in host memory.
 
         A unit is valid until the next one is taken. After the last one, the device's memory is not
         read any more.

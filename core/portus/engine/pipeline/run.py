@@ -324,8 +324,7 @@ class Save:
         return np.setdiff1d(indices, equal)
 
     def _find_equal(self, before: Previous, candidates: Column) -> Column:
-        """Share candidates that have the same digests and the same bytes, and return their
-        positions."""
+        """Share candidates with the same digests and the same bytes, and return their positions."""
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self.stats.hashed_bytes += int(lengths.sum())
@@ -338,8 +337,7 @@ class Save:
         return equal if same else equal[:0]
 
     def _note_steady(self, indices: Column, digests: Digests) -> None:
-        """Remember storages that were copied although unchanged: next time they are hashed
-        first."""
+        """Remember storages that were copied unchanged: next time they are hashed first."""
         before = self._comparable()
         if before is None:
             return

@@ -1,5 +1,4 @@
-"""``Keep``: the rule for which versions of a model stay. One value, for pools and for their
-mirrors.
+"""``Keep``: which versions of a model stay. One value, for pools and for their mirrors.
 
 A value, because no YAML, command line, storage host or mirror can carry a function of the user. It
 decides from the step, the time and the metrics of each version alone. Versions that files and pins

@@ -38,8 +38,7 @@ class FileContents(Protocol):
         """Return the image of the file at ``path``, with ``note``."""
 
     def describer(self) -> Callable[[int], str]:
-        """Return a function that describes the place of a storage in the state. It holds no
-        storage."""
+        """Return a function that describes the place of a storage in the state, and holds none."""
 
 
 class JoinedStorages:
@@ -64,8 +63,7 @@ class JoinedStorages:
         return np.concatenate([each.changes() for each in self._contents])
 
     def describer(self) -> Callable[[int], str]:
-        """Return a function that describes the place of a storage in its state. It holds no
-        storage."""
+        """Return a function that describes the place of a storage in its state, and holds none."""
         describers = [each.describer() for each in self._contents]
         first = self._first
 

@@ -28,8 +28,7 @@ _Row = list[object] | tuple[object, ...] | deque[object]
 
 
 class Merge:
-    """Puts the values of a version, except tensors, into a state, whose tensors stay where they
-    are.
+    """Puts the values of a version, except tensors, into a state, whose tensors stay in place.
 
     Containers of the state that can be changed are changed in place; a tuple that holds a tensor is
     made again around it. ``complete``: the tensors of both are the same, so values that the state
@@ -70,8 +69,7 @@ class Merge:
                     old[key] = added
 
     def _add(self, value: object, path: str) -> object:
-        """Return the value to add to a state that lacks it: all but tensors, whose places are
-        elsewhere."""
+        """Return the value to add to a state that lacks it, without tensors."""
         if self._is_whole(value, path):
             return value
         if not isinstance(value, dict) or type(value) not in (dict, OrderedDict):

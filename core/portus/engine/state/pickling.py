@@ -74,8 +74,7 @@ class PickledState:
         return partial(_path_in, self.pickle)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """Return the image of the file that ``torch.save`` would write to ``path``, with
-        ``note``."""
+        """Return the image that ``torch.save`` would write to ``path``, with ``note``."""
         return torch_image(
             archive=archive_name(path),
             pickle=self.pickle,
@@ -92,8 +91,7 @@ def _path_in(pickled: bytes, index: int) -> str:
 
 
 def pickle_state(state: object, reducers: Reducers | None = None) -> PickledState:
-    """Return ``state`` as ``torch.save`` pickles it. reducers: of classes that are pickled in other
-    ways.
+    """Return ``state`` as ``torch.save`` pickles it. reducers: of classes pickled in other ways.
 
     Raises ``UsageError`` for values that torch refuses, in torch's words, with their path.
     """

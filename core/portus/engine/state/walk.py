@@ -60,8 +60,7 @@ class StateContents:
 
 
 def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateContents:
-    """Return the contents of a state. storages: the first of its ``storages``. Raises as
-    ``leaves``."""
+    """Return a state's contents. storages: the first of its ``storages``. Raises as ``leaves``."""
     held = list(storages)
     place = {storage._cdata: index for index, storage in enumerate(held)}
     specs, others = [], []
@@ -79,8 +78,7 @@ def walk(state: object, storages: Iterable[torch.UntypedStorage] = ()) -> StateC
 
 
 def leaves(state: object) -> list[tuple[str, Any]]:
-    """Return the leaves of a state, by distinct key paths. Raise ``UsageError`` if it contains
-    itself."""
+    """Return the leaves of a state, by distinct key paths. Raise ``UsageError`` for a loop."""
     found: list[tuple[str, Any]] = []
     try:
         _look(state, "", (), found)
@@ -131,8 +129,7 @@ def is_row(value: Sequence[object]) -> bool:
 
 
 def is_dataclass(value: object) -> bool:
-    """Return True for an object of a dataclass, except an ``Elsewhere``, which stands for a
-    tensor."""
+    """Return True for an object of a dataclass, except an ``Elsewhere``, a tensor's placeholder."""
     if isinstance(value, (type, Elsewhere)):
         return False
     return dataclasses.is_dataclass(value)

@@ -83,8 +83,7 @@ class CachedWay:
         engine.move(batch, batch.offset, digests, stop, crcs, self._number, self._kept)
 
     def _seem_there(self, segments: Segments) -> NDArray[np.bool_]:
-        """Return a mask of the segments that begin with the same bytes as the spare at their
-        places."""
+        """Return a mask of the segments that begin with the spare's bytes at their places."""
         seem = np.zeros(len(segments), np.bool_)
         if not self._is_spare:
             return seem

@@ -87,8 +87,7 @@ class StagedWay:
         self._is_probed: Final = not bool((self._starts % PROBE).any())
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
-        """Return the runs of the file for bytes at ``offset``, cut where whole blocks begin and
-        end."""
+        """Return the runs of the file for bytes at ``offset``, cut at the ends of whole blocks."""
         rank, places = np.arange(len(offset)), offset
         if len(self._low) and len(offset):
             inside = np.concatenate([self._low, self._high])

@@ -39,7 +39,7 @@ class Way(str, enum.Enum):
 
 
 class Kind(NamedTuple):
-    """A group of similar files: ``device``, their file system (``st_dev``); whether they are
+    """A group of similar files: ``device``, their file system (``st_dev``); and if they are
     spares."""
 
     device: int
@@ -85,8 +85,7 @@ class Ways:
 
     def took(self, kind: Kind, way: Way, size: int, seconds: float, kept: int = 0) -> None:
         """Note how long ``size`` bytes took, from the first one to all of them on the medium. kept:
-        bytes that the file had already; such a time is no measure, and only the page cache can find
-        them."""
+        bytes that the file had already: then the time is no measure, and the file is ``CACHED``."""
         with self._lock:
             self._had_most.discard((kind, size))
             # Bytes that need not be written say nothing about how fast writing is.

@@ -50,7 +50,7 @@ _NAMES_MAX: Final = 64
 """Trainings that save to a storage host under one name at once."""
 
 _HELD: Final[set[tuple[Place, str]]] = set()
-"""Where this process saves, and under which names: a host refuses them to others, after a wait."""
+"""The places and names of this process's saves: a host refuses them to others, after a wait."""
 
 
 class TrainingPool(Destination):

@@ -1,4 +1,4 @@
-"""How a client connects to a storage host: the socket, TLS, the greeting and the proofs."""
+"""The connection of a client to a storage host: the socket, TLS, the greeting and the proofs."""
 
 from __future__ import annotations
 
