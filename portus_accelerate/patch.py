@@ -84,8 +84,9 @@ def enable(accelerator: Any, **settings: Any) -> None:
 
     accelerator: an ``Accelerator``, or an engine of DeepSpeed.
 
-    A second call does nothing. Raises ``UsageError`` for an unknown setting, and for a version of
-    Accelerate that is not supported.
+    A second call does nothing. Raises ``UsageError`` for an unknown setting, for one that differs
+    from that of the flag or of an earlier call, and for a version of Accelerate that is not
+    supported.
     """
     if any(each.__name__ == "DeepSpeedEngine" for each in type(accelerator).__mro__):
         deepspeed.enable(accelerator, **settings)
@@ -93,11 +94,19 @@ def enable(accelerator: Any, **settings: Any) -> None:
     install()
     if not is_installed():
         raise portus.UsageError(status())
-    if saver_of(accelerator) is None:
-        chosen = from_mapping(settings, "portus_accelerate.enable")
+    chosen, saver = from_mapping(settings, "portus_accelerate.enable"), saver_of(accelerator)
+    if saver is None:
         saver = Saver(accelerator, chosen)
         setattr(accelerator, SAVER, saver)
         saver.follow_data()
+        return
+    for name in settings:
+        new, old = getattr(chosen, name), getattr(saver.settings, name)
+        if new != old:
+            raise portus.UsageError(
+                f"portus_accelerate.enable: {name}={new!r}, but Portus is already on for this "
+                f"Accelerator with {name}={old!r}, by the flag or an earlier call; set it there"
+            )
 
 
 def wait(accelerator: Any) -> None:
@@ -134,9 +143,8 @@ def should_leave(accelerator: Any) -> bool:
         break
     ```
 
-    ``end_training()`` then waits for the commit, and turns no checkpoint into real files. Set
-    ``preempt_within`` with the other keys of the flag. Raises ``UsageError`` if Portus is not
-    turned on.
+    ``end_training()`` then waits for the commit. Set ``preempt_within`` with the other keys of the
+    flag. Raises ``UsageError`` if Portus is not turned on.
     """
     return _saver_of(accelerator, "should_leave").should_leave()
 

@@ -115,3 +115,13 @@ def test_a_checkpoint_that_is_damaged_here_is_not_loaded(
     with pytest.raises(portus.CorruptionError, match=r"model\.safetensors"):
         accelerator.load_state(str(run / "step_1"))
     accelerator.end_training()
+
+
+def test_a_setting_that_would_be_ignored_is_an_error(tmp_path: Path) -> None:
+    mirror = f"file://{tmp_path}/bucket"
+    accelerator, _ = started(tmp_path, mirror, named=True)
+    portus_accelerate.enable(accelerator)
+    portus_accelerate.enable(accelerator, mirror=mirror)
+    with pytest.raises(portus.UsageError, match=r"mirror='file:///elsewhere'.*already on.*bucket"):
+        portus_accelerate.enable(accelerator, mirror="file:///elsewhere")
+    accelerator.end_training()
