@@ -119,7 +119,7 @@ class System(Protocol[File]):
         """Lock a file for this process, without waiting. Return False if another process has it."""
 
     def is_unused(self, file: File) -> bool:
-        """Return True if no other process has the file open or mapped, as the kernel knows it."""
+        """Return True if the kernel knows of no other process with the file open or mapped."""
 
     def is_whole(self, file: File, path: str) -> bool:
         """Return True if an open file, for ``path``, is as it was saved. Reads all of it."""

@@ -21,7 +21,8 @@ Arguments = tuple[object, ...]
 @dataclass(frozen=True, slots=True)
 class GuardedFunction:
     """A function that writes. ``place`` is ``module:name`` or ``module:class.name``. ``written``
-    returns, from its positional arguments, the storages (data pointers) that it writes, or None."""
+    returns the data pointers of the storages it writes, from its positional arguments; None:
+    any."""
 
     place: str
     written: Callable[[Arguments], Collection[int] | None]

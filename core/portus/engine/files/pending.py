@@ -172,7 +172,7 @@ def _path_of_name(path: Any, directory: Any) -> str:
 
 
 def _on_link(tickets: tuple[Ticket, ...], arguments: tuple[Any, ...]) -> list[Ticket]:
-    """Return the saves that a symbolic link waits for: those to its target. It never dangles so."""
+    """Return the saves to the target of a symbolic link, so that the link never dangles."""
     source, target, directory = arguments
     own = _path_of_name(target, directory)
     leads = os.path.realpath(os.path.join(os.path.dirname(own), os.fsdecode(source)))

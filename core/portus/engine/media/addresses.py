@@ -150,7 +150,7 @@ class AddressRange:
         return self.start + first, self.start + min(_pages(extent.end), self.mapped)
 
     def _reserve(self, needed: int) -> int:
-        """Reserve all that the system allows, from RANGE_MAX to ``needed`` bytes; return it."""
+        """Reserve what the system allows, ``RANGE_MAX`` to ``needed`` bytes; return the size."""
         wanted = max(needed, min(max(RANGE_MAX, 4 * needed), _limit() // _LIMITED_SHARE))
         # Addresses without memory: later mappings go over them, and nothing has to move.
         flags = linux.MAP_PRIVATE | linux.MAP_ANONYMOUS | linux.MAP_NORESERVE

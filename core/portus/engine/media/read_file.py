@@ -88,6 +88,7 @@ class ReadFile(ReadOnlyMedium):
 
     def _read(self, offset: int, target: memoryview) -> int:
         """Fill ``target``; return the bytes found, fewer at the end of the file."""
+        # One call reads at most 2 GiB less a page.
         done = count = self._read_once(offset, target)
         while count and done < len(target):
             count = self._read_once(offset + done, target[done:])

@@ -58,6 +58,7 @@ class FileStep:
             with PENDING.exempt():
                 yield
         except FileNotFoundError as error:
+            # A training may remove it meanwhile; a load of the newest one then chooses again.
             raise StaleError(f"{self}: it was removed while it was loaded; load again") from error
         note_loaded(self.info)
 

@@ -112,6 +112,7 @@ def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[st
         )
     real = os.path.realpath(said)
     if not follows_links:
+        # The last link stays unresolved: the new file replaces it.
         where, name = os.path.split(said)
         real = os.path.join(os.path.realpath(where or "."), name)
     refuse_hidden(said)

@@ -13,7 +13,8 @@ from portus.engine.writer.ways import Ways
 
 
 class SharedWriter:
-    """The objects that the savers of one process share. Threads share it; a forked child makes one.
+    """The objects that the savers of a process share. Threads share it; a forked child makes its
+    own.
 
     staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
         they share.

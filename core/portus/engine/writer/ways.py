@@ -85,7 +85,8 @@ class Ways:
 
     def took(self, kind: Kind, way: Way, size: int, seconds: float, kept: int = 0) -> None:
         """Note how long ``size`` bytes took, from the first one to all of them on the medium. kept:
-        bytes that the file had already: then the time is no measure, and the file is ``CACHED``."""
+        bytes that the file had already. Such a time is no measure; with most, the next goes
+        ``CACHED``."""
         with self._lock:
             self._had_most.discard((kind, size))
             # Bytes that need not be written say nothing about how fast writing is.

@@ -166,6 +166,7 @@ class TrainingPool(Destination):
             model=self.model,
             address=np.concatenate([snapshot.address, none]),
             length=lengths_of(images),
+            # The bytes around the storages contain their digests, so they are made at the commit.
             late=np.concatenate([snapshot.late, np.ones(count, np.bool_)]),
             steady=np.concatenate([snapshot.steady, np.zeros(count, np.bool_)]),
             owners=(*snapshot.owners, *[None] * count) if snapshot.owners else (),

@@ -185,6 +185,7 @@ class Links:
         except TransportError as error:
             if link.closed:
                 raise
+            # The connection works, so the fault is with verbs, and lasts.
             self.do_without(error)
         return lane
 

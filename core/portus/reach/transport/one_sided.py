@@ -190,6 +190,7 @@ class _Window:
         while length:
             region = self._landing.region(local)
             step = min(length, PIECE, region.end - local)
+            # A queue pair holds only this many requests.
             self.wait_for(self.posted - DEPTH + 1)
             if self._is_pull:
                 self._pair.read(local, region.local_key, distant, key, step)

@@ -379,6 +379,7 @@ class Link:
     def _get_into(self, target: memoryview) -> None:
         done = 0
         while done < len(target):
+            # One call fills as much as arrives before the short wait ends.
             done += self._receive_some(target[done:], socket.MSG_WAITALL)
 
     def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
