@@ -60,7 +60,7 @@ STORE: Final = 512 << 10
 """Bytes of one store of a big source."""
 
 FIRST: Final = 512
-"""Bytes that show of most pieces that a file does not have them."""
+"""Bytes to compare first: for most pieces they show that the file has other bytes."""
 
 TWO_THREADS_MIN: Final = 64 << 20
 """Bytes from which a second thread is worth its start."""
@@ -266,8 +266,7 @@ def check(
     *,
     engine: Engine | None = None,
 ) -> Digests:
-    """Return the digests of the extents of ``sources``, without addresses. Blocks, raises as
-    ``fetch``."""
+    """Return the digests of the extents of ``sources``, without addresses. Blocks as ``fetch``."""
     columns = _columns(sources).require(addresses=False, extents=True)
     if isinstance(medium, RemoteMedium):
         return medium.check(columns, stop)

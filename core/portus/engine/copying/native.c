@@ -42,10 +42,10 @@ __asm__(".symver pthread_join, pthread_join@GLIBC_2.2.5");
 #define LINE 64         /* bytes of a line of the cache */
 #define PAGE 4096       /* bytes; writes to a file end at multiples of it */
 #define STREAM_MIN 1024 /* bytes from which going around the cache pays */
-#define FIRST 512       /* bytes that show of most pieces that they changed */
+#define FIRST 512       /* bytes to compare first: they show most changes */
 #define GRAIN (1 << 20) /* bytes that a thread takes at a time, or else one unit */
 #define PATIENT 10      /* niceness of the thread that works while no thread waits, likewise */
-#define WORK_NS 2000000 /* a patient thread works as long without a pause, and then rests */
+#define WORK_NS 2000000 /* a patient thread works this long, and then rests */
 #define REST_NS 2000000
 #define SECOND 9        /* niceness of the second thread, on top of the process's */
 

@@ -20,8 +20,8 @@ a publication has files, the largest ones. The rules: no visible name refers to 
 durable, and no process has it open. All of that holds before the first byte is written, or the old
 path could show new bytes after a crash, or a reader could.
 
-If another process removes a file, one rank's file of a sharded checkpoint, a second hidden link is
-kept from the commit on. Once that is the only link, the file is a spare like any other.
+For a file that another process will remove (one rank's file of a sharded checkpoint), a second
+hidden link is kept from the commit on. Once that is the only link, the file is a spare too.
 """
 
 from __future__ import annotations
@@ -78,8 +78,7 @@ _DIGITS: Final = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class _NewestFile(Generic[File]):
-    """The newest committed file of a series. ``name``: empty for a directory, with all its
-    files."""
+    """The newest committed file of a series. ``name``: empty for a directory, with all files."""
 
     directory: OpenDirectory[File]
     name: str

@@ -60,8 +60,7 @@ class System(Protocol[File]):
         """Open the directory at ``path``."""
 
     def open_folder(self, directory: File, name: str, *, create: bool) -> File | None:
-        """Open a directory in ``directory``; without ``create``, return None if it does not
-        exist."""
+        """Open a directory in ``directory``; without ``create``, return None if there is none."""
 
     def create(self, directory: File, name: str) -> File:
         """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
@@ -141,7 +140,7 @@ class Linux:
                         os.mkdir(name, dir_fd=directory.number)
                 try:
                     return Descriptor(name, flags, directory=directory)
-                except FileNotFoundError:  # another user removed it meanwhile, empty
+                except FileNotFoundError:  # another process removed it, empty
                     if create and not left:
                         raise
             return None

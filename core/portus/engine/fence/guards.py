@@ -21,8 +21,7 @@ Arguments = tuple[object, ...]
 @dataclass(frozen=True, slots=True)
 class GuardedFunction:
     """A function that writes. ``place`` is ``module:name`` or ``module:class.name``. ``written``
-    returns the data pointers of the storages it writes, from its positional arguments; None:
-    any."""
+    returns the written storages (data pointers; None: any), from its positional arguments."""
 
     place: str
     written: Callable[[Arguments], Collection[int] | None]

@@ -35,8 +35,7 @@ def note(path: str) -> None:
 
 
 def is_newer(path: str, place: int) -> bool:
-    """Return True if ``path``, anything below it, or a directory above it, was noted after
-    ``place``."""
+    """Return True if ``path``, or a path below or above it, was noted after ``place``."""
     if not _written:
         return False
     real = _real(path)
