@@ -124,7 +124,7 @@ class SlowSaves:
         """True while the last save still reads the live state."""
         if not self.saves:
             return False
-        stage: Stage = self.saves[-1]._save._stage  # type: ignore[attr-defined]
+        stage: Stage = self.saves[-1].of._stage  # type: ignore[attr-defined]
         return stage < Stage.COPIED
 
     def _until_written(self, state: object, awaited: threading.Event) -> Callable[[], object]:

@@ -416,7 +416,7 @@ def test_a_writer_costs_a_version_now_and_then_and_never_ends_overlap_for_good(p
             written = threading.Event()
             slow_down(checkpointer._saver, written.wait)
             handle = checkpointer.save({"weights": run.weights, "other": other.weights}, step)
-            late.append(len(handle._save.storages))  # type: ignore[attr-defined]
+            late.append(len(handle.of.storages))  # type: ignore[attr-defined]
             run.weights[1].detach().numpy()[3] = step
             written.set()
             try:
