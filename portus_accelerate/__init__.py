@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from portus_accelerate.callback import PortusCallback as PortusCallback
+    from portus_accelerate.install_status import status as status
     from portus_accelerate.patch import cadence as cadence
     from portus_accelerate.patch import enable as enable
     from portus_accelerate.patch import should_leave as should_leave
     from portus_accelerate.patch import should_save as should_save
     from portus_accelerate.patch import wait as wait
-    from portus_accelerate.standing import status as status
 
 __all__ = ["PortusCallback", "cadence", "enable", "should_leave", "should_save", "status", "wait"]
 
@@ -35,7 +35,7 @@ _MODULE_OF: Final = {
     "enable": "portus_accelerate.patch",
     "should_leave": "portus_accelerate.patch",
     "should_save": "portus_accelerate.patch",
-    "status": "portus_accelerate.standing",
+    "status": "portus_accelerate.install_status",
     "wait": "portus_accelerate.patch",
 }
 

@@ -23,8 +23,8 @@ from typing import Any, Final
 
 import portus
 from portus_accelerate.engine_files import EngineFiles, why_not
+from portus_accelerate.install_status import is_known, spell
 from portus_accelerate.settings import from_environment, from_mapping
-from portus_accelerate.standing import is_known, spell
 
 _log: Final = logging.getLogger("portus_accelerate")
 

@@ -13,8 +13,8 @@ from typing import Final, cast
 import numpy as np
 import torch
 
-from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import NO_ROWS, Moment, RowsThere, TensorLocation
+from portus.companions.embedding.pool_tables import PlacedStore
 from portus.engine.spec import PAGE
 from portus.engine.state.pickling import pickle_state
 from portus.engine.state.walk import walk

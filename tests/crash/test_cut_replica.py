@@ -18,7 +18,7 @@ import portus
 from portus.errors import BusyError, PortusError, StaleError, TransportError
 from portus.reach.daemon.server import Server
 from portus.reach.files.host import HostPool
-from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
 from portus.testing.hosting import serving, url
@@ -77,7 +77,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", SILENCE_S)
     monkeypatch.setattr("portus.reach.transport.host.ANSWER_S", SILENCE_S)
-    monkeypatch.setattr("portus.reach.mirror.leading.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.mirror.commit_numbers.PAUSE_MAX_S", 0.05)
     monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", SILENCE_S / 4)
     with (
         serving(tmp_path / "second") as second,

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from portus.companions.embedding import fold, in_pool, store
-from portus.companions.embedding.in_pool import PlacedStore
+from portus.companions.embedding import fold, pool_tables, store
 from portus.companions.embedding.moment import Moment
+from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.store import TableStore
 from portus.reach.index.in_place import cell_digests
 from portus.reach.index.log import Bunch, LogWriter, pending
@@ -172,7 +172,7 @@ class LoggedBeforeThePreviousUpdate(User):
             data = self.early[place][number]
             assert self.store._log is not None
             assert self.store._record is not None
-            bunch = Bunch(in_pool._offsets(place, number), data)
+            bunch = Bunch(pool_tables._offsets(place, number), data)
             self.store._log.append_undo(self.store._record.info.commit, [bunch])
             place.logged, place.old = number, cell_digests(number, data)
 
@@ -193,11 +193,11 @@ def logged_once_and_for_all(patch: pytest.MonkeyPatch) -> None:
 
 def rows_not_durable(patch: pytest.MonkeyPatch) -> None:
     """The batch is committed, and its rows are in caches."""
-    patch.setattr(in_pool, "_runs", lambda place: np.empty((0, 2), np.int64))
+    patch.setattr(pool_tables, "_runs", lambda place: np.empty((0, 2), np.int64))
 
 
 def one_cell_of_a_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(in_pool, "cells_of", lambda rows, row, cell: np.unique(rows * row // cell))
+    patch.setattr(pool_tables, "cells_of", lambda rows, row, cell: np.unique(rows * row // cell))
 
 
 def digests_of_the_batch_before(patch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def _sealed(self: PlacedStore) -> None:
 
 def nothing_is_put_back(patch: pytest.MonkeyPatch) -> None:
     """Who opens the pool says that undo was carried out, and did nothing."""
-    patch.setattr(in_pool, "pending", _forgotten)
+    patch.setattr(pool_tables, "pending", _forgotten)
 
 
 def _forgotten(medium: Any, record: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from portus.reach.mirror.mirror import Mirror, models
 from portus.reach.mirror.objects import FORMAT_VERSION
-from portus.reach.pools.from_mirror import load_version
+from portus.reach.pools.mirror_versions import load_version
 from tests.golden.describe import Describer
 from tests.golden.mirrors import KEY, MODEL
 from tests.simulation.model_store import ModelStore

@@ -8,8 +8,8 @@ from typing import Final
 
 import pytest
 
-from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.server import Server
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.index.directory import format_device
 from portus.reach.media.local import LocalFiles
 from tests.hosts import connect_again_at_once, serving

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import NO_ROWS, Moment, TensorLocation
+from portus.companions.embedding.pool_tables import PlacedStore
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.spec import PAGE
 from portus.reach.index.check import check

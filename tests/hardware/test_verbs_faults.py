@@ -15,8 +15,8 @@ pytest.importorskip("pyverbs.device", reason="no pyverbs; make test-hardware", e
 
 from portus.engine.copying.segments import Stop
 from portus.errors import MediumError, TransportError, UsageError
-from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.server import Server
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.index.check import check
 from portus.reach.index.directory import format_device, open_reader
 from portus.reach.index.findings import Severity

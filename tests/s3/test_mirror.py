@@ -27,7 +27,7 @@ from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import Removed
-from portus.reach.pools.from_mirror import load_version
+from portus.reach.pools.mirror_versions import load_version
 from tests.s3.server import Server
 from tests.same import assert_same
 from tests.simulation.proxy import ConnectionCut, Request, RequestFault, RequestProxy

@@ -74,7 +74,7 @@ def test_a_request_that_fails_ends_no_training_and_loses_no_file(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.05)
+    monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.05)
     saved(tmp_path / "gpt", url, range(1, 2))
     proxy.fail(FAULTS[fault], method="PUT", target="/gpt/step-", times=2)
     with caplog.at_level(logging.WARNING, "portus"):

@@ -34,7 +34,7 @@ BROAD_EXCEPT = {
         "what is no pickle is a finding of a check"
     ),
     "core/portus/engine/fence/fence.py: _await_copy": "in the user's step; must not end training",
-    "core/portus/reach/mirror/behind.py: _run": "the top of the thread that copies; it is told",
+    "core/portus/reach/mirror/background_copier.py: _run": "the top of its thread; it is told",
     "core/portus/reach/shards/directories.py: read_metadata": "what torch's metadata hold; told",
     "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
@@ -137,7 +137,7 @@ PICKLE = {
         "every class is a stand-in, so nothing of a pickle runs"
     ),
     "core/portus/engine/loading/torch_file.py": "has torch load a file, by its own rules",
-    "core/portus/reach/leaving/from_file.py": "loads with weights_only, and saves plain tensors",
+    "core/portus/reach/leaving/torch_export.py": "loads with weights_only, and saves plain tensors",
     "core/portus/reach/leaving/outline.py": "shows a file, with weights_only and without bytes",
     "core/portus/reach/pools/weights_only.py": "loads tables, by torch's rules of weights_only",
     "core/portus/reach/shards/rank_contents.py": "saves other values as torch's planner does",

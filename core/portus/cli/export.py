@@ -264,10 +264,10 @@ def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
 
 def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
     """Write the values that ``names`` select, or all, as a file of another kind to ``out``."""
-    from portus.reach.leaving import from_file  # and torch with it
+    from portus.reach.leaving import torch_export  # and torch with it
 
     try:
-        return from_file.write(
+        return torch_export.write(
             path,
             out,
             names=options.names,

@@ -36,7 +36,7 @@ MIRROR_OF: Final = "portus.companions.job.mirroring:mirror_of"
 PARSE_MIRROR: Final = "portus.reach.mirror.address:parse"
 """Checks the address of a mirror."""
 
-MIRRORED: Final = "portus.reach.pools.from_mirror:load"
+MIRRORED: Final = "portus.reach.pools.mirror_versions:load"
 """Loads a version from a mirror."""
 
 

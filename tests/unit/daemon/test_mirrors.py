@@ -149,7 +149,7 @@ def away(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Not empty: no store answers a host."""
     is_away.clear()
     monkeypatch.setattr(mirrors_of_hosts, "open_store", lambda address: Away(open_store(address)))
-    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.01)
     return is_away
 
 

@@ -19,7 +19,7 @@ from portus.reach.daemon.main import prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
 from portus.reach.mirror.address import parse as parse_store
-from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
 from portus.reach.protocol.address import Address, Scheme, parse
@@ -43,8 +43,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links of reference files are in a directory of the test, and nobody waits for long."""
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
-    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
-    monkeypatch.setattr("portus.reach.mirror.leading.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.commit_numbers.PAUSE_MAX_S", 0.05)
 
 
 class Two:

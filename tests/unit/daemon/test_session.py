@@ -28,11 +28,11 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.fabric import Fabric
-from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.pools import HASHERS
 from portus.reach.daemon.requests.saves import memory_of
 from portus.reach.daemon.secrets import read_secrets
 from portus.reach.daemon.server import Server
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.index.check import check
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.file_table import decode_table

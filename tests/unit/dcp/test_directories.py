@@ -26,7 +26,7 @@ import portus
 import portus.dcp
 from portus.dcp import PortusStorageReader, PortusStorageWriter
 from portus.engine.files.pending import PENDING
-from portus.engine.image.whole import is_whole
+from portus.engine.image.integrity import is_whole
 from portus.engine.loading.checkpoint_file import has_digests, verify_file
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import (

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.companions.embedding import early, pieces
+from portus.companions.embedding import early_lookup, pieces
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
@@ -595,13 +595,13 @@ def test_a_lookup_that_is_made_early_and_made_good_is_close(
     optimizer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = looked_up(tmp_path / "plain.portus", optimizer, is_early=False)
-    used, sums = [], early._Lookup.sums
+    used, sums = [], early_lookup._Lookup.sums
 
-    def noted(self: early._Lookup) -> torch.Tensor:
+    def noted(self: early_lookup._Lookup) -> torch.Tensor:
         used.append(len(self.changes))
         return sums(self)
 
-    monkeypatch.setattr(early._Lookup, "sums", noted)
+    monkeypatch.setattr(early_lookup._Lookup, "sums", noted)
     found = looked_up(tmp_path / "early.portus", optimizer, is_early=True)
     # The first has no update before it; 5 and 6 were looked up before the table was written to.
     assert used == [0, 1, 1, 1, 1, 1, 1]

@@ -16,8 +16,8 @@ import torch
 import portus
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, PortusError
-from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.server import Server
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.files.host import HostPool
 from portus.reach.index.check import check
 from portus.reach.index.pool import PoolWriter

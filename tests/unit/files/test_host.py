@@ -31,11 +31,11 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.reach.daemon.house import ClientTimeouts
 from portus.reach.daemon.requests import saves
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.daemon.server import Server
 from portus.reach.daemon.session import ServedConnection
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.files.host import HostPool, _HostAccess
 from portus.reach.index.check import check
 from portus.reach.index.place import Place

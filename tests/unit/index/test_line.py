@@ -15,8 +15,8 @@ from portus.engine.spec import Extent
 from portus.errors import AbandonedError, MediumError
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.check import check
+from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change
-from portus.reach.index.line import Line, RoomError
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import LockTable, ProcessLocks
 from portus.reach.media.memory import Memory

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import portus
-from portus.engine.loading import over, overlap
+from portus.engine.loading import overlap, restore_over
 from portus.engine.spec import TensorSpec
 from portus.errors import UsageError
 
@@ -118,7 +118,7 @@ def test_what_is_shared_as_it_was_or_not_at_all_costs_no_reading(
     def unexpected(*_: object) -> torch.Tensor:
         raise AssertionError("values were read to be compared")
 
-    monkeypatch.setattr(over, "_values_of", unexpected)
+    monkeypatch.setattr(restore_over, "_values_of", unexpected)
     saved.restore_into(into)
     assert all(torch.equal(into[name], value) for name, value in state.items())
 

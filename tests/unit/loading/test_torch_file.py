@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from portus.engine.image.integrity import is_whole
 from portus.engine.image.torch_reader import read_torch
-from portus.engine.image.whole import is_whole
 from portus.engine.loading import open_file, torch_file
 from portus.engine.loading.checkpoint_file import load_file, verify_file
 from portus.engine.media.read_file import ReadFile

@@ -35,7 +35,7 @@ from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed
 from portus.reach.mirror.pieces import ALONE
 from portus.reach.mirror.store import ListedObject
 from portus.reach.pools import restore
-from portus.reach.pools.from_mirror import load_version
+from portus.reach.pools.mirror_versions import load_version
 from portus.testing.hosting import serving, url
 from tests.simulation.model_store import ModelStore
 

@@ -24,7 +24,7 @@ from portus.reach.mirror.mirror import Mirror, NotMirroredError
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
 from portus.reach.pools import restore
-from portus.reach.pools.from_mirror import load_version
+from portus.reach.pools.mirror_versions import load_version
 from portus.reach.versions.parallel import NAME
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.model_store import ModelStore

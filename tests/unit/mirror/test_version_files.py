@@ -31,7 +31,7 @@ from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
 from portus.reach.pools import restore
-from portus.reach.pools.from_mirror import load_version
+from portus.reach.pools.mirror_versions import load_version
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
 from tests.same import assert_same

@@ -25,7 +25,7 @@ from portus.engine.loading.checkpoint_file import (
     restore_file,
     verify_file,
 )
-from portus.engine.loading.over import RestoreOptions
+from portus.engine.loading.restore_over import RestoreOptions
 from portus.engine.media.pace import Pace
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.reach.files.reference import read

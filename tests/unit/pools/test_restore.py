@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import portus
-from portus.engine.loading import over
+from portus.engine.loading import restore_over
 from portus.engine.loading.newest import use_newest
-from portus.engine.loading.over import Rename, RestoreOptions
 from portus.engine.loading.overlap import overlapping
 from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restore_over import Rename, RestoreOptions
 from portus.engine.loading.restore_report import RestoreReport
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.directory import open_reader
@@ -258,7 +258,7 @@ def test_a_state_that_does_not_fit_is_told_why_and_left_as_it_was(
     ],
 )
 def test_a_dtype_that_would_drop_a_part_is_refused(target: str, of: str, taken: bool) -> None:
-    assert over._takes(target, of) is taken
+    assert restore_over._takes(target, of) is taken
 
 
 def test_what_is_missing_or_unexpected_is_listed_where_that_is_allowed(saved: Saved) -> None:

@@ -21,7 +21,7 @@ from portus.engine.directory.system import Linux
 from portus.engine.media.process import Descriptor
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
-from portus.reach.daemon.house import ClientTimeouts
+from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.files.host import HostPool
 from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import serving, url

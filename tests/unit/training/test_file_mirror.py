@@ -86,7 +86,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
     monkeypatch.setattr(process, "_savers", [])
     monkeypatch.setattr(process, "_writers", [])
     monkeypatch.setattr(file_mirror, "open_file_store", lambda _: made)
-    monkeypatch.setattr("portus.reach.mirror.behind._PAUSE_MIN_S", 0.01)
+    monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.01)
     yield made
     process._finish()
     made.store.close()

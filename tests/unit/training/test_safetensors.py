@@ -13,7 +13,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from portus.engine.image.whole import is_whole
+from portus.engine.image.integrity import is_whole
 from portus.engine.loading.checkpoint_file import has_digests, verify_file
 from portus.engine.paths import process
 from portus.engine.paths.face import load, save

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from portus.companions.embedding.batches import Batches
-from portus.companions.embedding.others import OtherStates
+from portus.companions.embedding.ordinary_states import OtherStates
 from portus.companions.embedding.schedulers import SchedulerSteps, optimizers_of, watch
 from portus.companions.embedding.training import ProtectedTraining
 from portus.errors import PortusError

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.moment import RowsThere, TensorLocation
+from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.tables import Table
 from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import DIGEST_SIZE

@@ -18,16 +18,16 @@ from typing import Final, Literal
 import torch
 from torch.optim import Optimizer
 
-from portus.companions.embedding.ahead import Batch, IdsOf, look_ahead
 from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.capture import Moments
 from portus.companions.embedding.committer import Committer
-from portus.companions.embedding.early import EarlyLookups, check_early
+from portus.companions.embedding.early_lookup import EarlyLookups, check_early
 from portus.companions.embedding.hooks import Hooks
-from portus.companions.embedding.in_pool import PlacedStore
 from portus.companions.embedding.mapping import MappedTables, persistent
 from portus.companions.embedding.marks import Marks
-from portus.companions.embedding.others import OtherStates
+from portus.companions.embedding.next_rows import Batch, IdsOf, look_ahead
+from portus.companions.embedding.ordinary_states import OtherStates
+from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.resume import ResumePoint, forget_locals, resume
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import Table, tables_of

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
-from portus.engine.image import whole
+from portus.engine.image import integrity
 from portus.engine.media import linux
 from portus.engine.media.file_calls import OUT_OF_SPACE, write_all
 from portus.engine.media.process import Descriptor
@@ -267,7 +267,7 @@ class Linux:
         return True
 
     def is_whole(self, file: Descriptor, path: str) -> bool:
-        return whole.is_whole(file.number, path)
+        return integrity.is_whole(file.number, path)
 
 
 def _status(found: os.stat_result) -> FileState:

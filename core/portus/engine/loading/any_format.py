@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from portus.engine.extensions import OTHER_FORMAT, extension
+from portus.engine.image.integrity import shard_of
 from portus.engine.image.stored_file import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
-from portus.engine.image.whole import shard_of
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.stored_bytes import StoredBytes

@@ -15,8 +15,8 @@ from portus.engine.loading.any_format import (
     verify_opened,
 )
 from portus.engine.loading.open_file import OpenFile, open_file, reads
-from portus.engine.loading.over import RestoreOptions
 from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restore_over import RestoreOptions
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.media.pace import Pace
 from portus.errors import UsageError, printable

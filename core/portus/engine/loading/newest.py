@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from portus.engine.loading.over import RestoreOptions
 from portus.engine.loading.patterns import Patterns
+from portus.engine.loading.restore_over import RestoreOptions
 from portus.engine.loading.restore_report import RestoreReport
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError
 

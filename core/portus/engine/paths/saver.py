@@ -34,10 +34,10 @@ from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.at_once import WrittenFile
 from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import FileToSave, NewFile, OwnFormat, base_of, name_of, targets_of
 from portus.engine.paths.shared_writer import SharedWriter
+from portus.engine.paths.written_file import WrittenFile
 from portus.engine.pipeline import commits
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages
 from portus.engine.pipeline.draft import CommittedVersion, Draft

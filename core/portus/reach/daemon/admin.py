@@ -22,10 +22,10 @@ import msgspec
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import ConnectionStatus
 from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import free_bytes, used_bytes
 from portus.reach.daemon.server import Server, is_here, listen_unix
+from portus.reach.daemon.shared_state import ConnectionStatus
 from portus.reach.protocol.address import Scheme, is_address, parse
 from portus.reach.protocol.messages import Fault
 

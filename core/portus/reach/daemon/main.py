@@ -16,7 +16,6 @@ from portus.reach.daemon.admin import AdminSocket, admin_path
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import Fabric
-from portus.reach.daemon.house import MEMORY, ClientTimeouts, House
 from portus.reach.daemon.mirrors import TenantMirrors
 from portus.reach.daemon.options import HostFiles, ServeOptions, reload
 from portus.reach.daemon.places import CONNECTIONS, Places
@@ -25,6 +24,7 @@ from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.scrubber import Scrubber
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.daemon.server import Listener, Server, is_here, open_listener, shut
+from portus.reach.daemon.shared_state import MEMORY, ClientTimeouts, House
 from portus.reach.mirror.address import parse as parse_store
 from portus.reach.protocol.address import TENANT, Address, Scheme, Transport, is_address, parse
 from portus.reach.transport.budget import Budget

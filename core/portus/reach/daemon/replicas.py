@@ -2,9 +2,9 @@
 
 Each model has one log, among the objects that the other host, its home, keeps for the tenant
 (``REPLICA``). The first host copies commits there. The host that grants a claim leads the model
-(``reach.mirror.leading``): the first host by requests, like any mirror; the home directly, when a
-client claims a model there that has a log. While a client has a claim at the home, the home lets no
-other host append to the log of the model. Any host is the home of what is copied to it.
+(``reach.mirror.commit_numbers``): the first host by requests, like any mirror; the home directly,
+when a client claims a model there that has a log. While a client has a claim at the home, the home
+lets no other host append to the log of the model. Any host is the home of what is copied to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from portus.reach.daemon.events import tell
 from portus.reach.daemon.objects import Objects
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.index.pool import PoolWriter
+from portus.reach.mirror.commit_numbers import REPLICA, Follower, Leader
 from portus.reach.mirror.host_store import HostStore
-from portus.reach.mirror.leading import REPLICA, Follower, Leader
 from portus.reach.mirror.objects import LOG, entry_number, prefix_of
 from portus.reach.mirror.store import MissingError, Store
 from portus.reach.protocol.address import TENANT, Address

@@ -21,9 +21,9 @@ from typing import Final
 
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import ConnectionStatus, House, turn_away
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.session import GREETING_S, ServedConnection
+from portus.reach.daemon.shared_state import ConnectionStatus, House, turn_away
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.transport.stream import Link
 

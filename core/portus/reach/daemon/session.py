@@ -15,11 +15,11 @@ from portus.errors import (
     UsageError,
 )
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.house import ConnectionStatus, House, refusal_of, turn_away
 from portus.reach.daemon.places import ConnectionSlot
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.daemon.requests.router import ANSWERS
+from portus.reach.daemon.shared_state import ConnectionStatus, House, refusal_of, turn_away
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import check_tenant
 from portus.reach.protocol.messages import (

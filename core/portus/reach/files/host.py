@@ -31,7 +31,7 @@ from portus.reach.index.catalogue import Catalogue, newest_catalogue
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord, decode_version, digest_of
 from portus.reach.index.roots import Superblock, read_superblock
-from portus.reach.mirror.leading import REPLICA
+from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.objects import LOG, prefix_of
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse

@@ -3,8 +3,8 @@
 Commit order (V3): data and records are stored, then persisted; then one root slot is stored, then
 persisted. Nothing in a reachable page is stored to in between (V1).
 
-Commits that arrive while another one persists are made as one (``line``), if they are of different
-models: their versions have their own ids, and share one commit number.
+Commits that arrive while another one persists are made as one (``commit_queue``), if they are of
+different models: their versions have their own ids, and share one commit number.
 
 Reuse (V1, V10): a page may be reserved when neither root reaches it, no reader pins a version that
 holds it, and no reservation holds it. The space of such pages may be returned to the file system
@@ -47,9 +47,9 @@ from portus.reach.index.catalogue import (
     read_version,
     version_runs,
 )
+from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change, CommitRecords, Foundation, NewVersion
 from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_records
-from portus.reach.index.line import Line, RoomError
 from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
 from portus.reach.index.records import (

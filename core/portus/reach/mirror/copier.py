@@ -32,7 +32,7 @@ from portus.errors import (
 )
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.mirror.behind import PAUSE_MAX_S, BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.background_copier import PAUSE_MAX_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, NotMirroredError

@@ -14,7 +14,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
-from portus.reach.mirror.behind import who
+from portus.reach.mirror.background_copier import who
 from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError

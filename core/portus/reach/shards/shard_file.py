@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from portus.engine.image.integrity import ShardFile
 from portus.engine.image.stored_file import Read
-from portus.engine.image.whole import ShardFile
 from portus.errors import printable
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.metadata_file import read_pickle

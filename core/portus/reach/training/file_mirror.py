@@ -50,7 +50,7 @@ from portus.errors import (
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.behind import BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import FileAdded, State
 from portus.reach.mirror.opening import open_file_store

@@ -13,9 +13,9 @@ from portus.engine.copying.segments import Column, Sources, Stop
 from portus.errors import PortusError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
-from portus.reach.daemon.house import House
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.requests.draft import Draft
+from portus.reach.daemon.shared_state import House
 from portus.reach.index.records import VersionEntry
 from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link

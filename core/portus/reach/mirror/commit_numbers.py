@@ -15,7 +15,7 @@ from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import BusyError, PortusError, StaleError, TransportError
-from portus.reach.mirror.behind import ElsewhereError
+from portus.reach.mirror.background_copier import ElsewhereError
 from portus.reach.mirror.copier import Copier, JoinedPool
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import Added, State
