@@ -1,2 +1,2 @@
-"""Mirrors: verified copies of committed versions elsewhere. No torch; and the library of object
-stores is imported when one is opened."""
+"""Mirrors: verified copies of committed versions elsewhere. Imports no torch, and the library of
+object stores only when one is opened."""

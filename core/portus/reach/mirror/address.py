@@ -1,8 +1,8 @@
-"""Where a mirror is: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path``, ``memory:``;
-or on a storage host, ``portus://host:7117``.
+"""Addresses of mirrors: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path``,
+``memory:``; or on a storage host, ``portus://host:7117``.
 
-A URL says a place and no more. Who may go there is said by the environment, as for every other
-program: a URL is written into logs, scripts and histories of shells.
+A URL names only a place. The environment has the credentials, as for every other program: URLs are
+written into logs, scripts and histories of shells.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from portus.reach.protocol.address import is_address
 from portus.reach.protocol.address import parse as parse_host
 
 MIRROR_VARIABLE: Final = "PORTUS_MIRROR"
-"""Names the mirror of all runs that name none."""
+"""The variable that names the mirror of all runs that name none."""
 
 EXPECTED: Final = (
     "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path or "
@@ -29,7 +29,7 @@ _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
 
 
 class StoreKind(enum.Enum):
-    """What keeps the objects."""
+    """The kinds of stores, by their schemes."""
 
     S3 = "s3"
     GOOGLE = "gs"
@@ -41,9 +41,9 @@ class StoreKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A place for objects. ``bucket`` (Azure: container); ``prefix``: names of objects begin with
-    it, without slashes at its ends; of a folder, its absolute path; of memory, its name. Of a
-    storage host ``bucket`` is its address."""
+    """A place for objects. ``bucket`` (Azure: container); ``prefix``: the beginning of all names,
+    without slashes at its ends; of a folder, its absolute path; of memory, its name. For a storage
+    host ``bucket`` is its address."""
 
     kind: StoreKind
     bucket: str
@@ -60,14 +60,14 @@ class StoreAddress:
 
 
 def is_store(text: str) -> bool:
-    """True if ``text`` has the form of a store's address, right or wrong; not of a storage host:
-    that has pools, too."""
+    """Return whether ``text`` has the form of a store's address, right or wrong. False for a
+    storage host: that has pools, too."""
     return re.match(r"(?:s3|gs|az|file)://|memory:", text) is not None
 
 
 def parse(text: str, what: str = "mirror") -> StoreAddress:
-    """The address that ``text`` says. what: where it was said. Raises ``UsageError``, without the
-    text where it may hold a secret."""
+    """Return the address in ``text``. what: its source, for messages. Raises ``UsageError``,
+    without the text if that may hold a secret."""
     if is_address(text):
         if parse_host(text).second is not None:
             raise UsageError(f"{what} {text!r}: a mirror is on one storage host; name one of them")
@@ -89,7 +89,7 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
 
 
 def _refuse_secrets(text: str, what: str) -> None:
-    """What a URL has beside its place is mostly a secret: it is not repeated."""
+    """Raise ``UsageError``, without the text, for a URL with parts that are mostly secrets."""
     scheme, there, rest = text.partition("://")
     if not there or scheme == StoreKind.FOLDER.value:
         return
@@ -103,7 +103,7 @@ def _refuse_secrets(text: str, what: str) -> None:
 
 
 def _segments(text: str, path: str, what: str, root: str) -> str:
-    """``path`` without empty segments. ``UsageError`` if it climbs."""
+    """Return ``path`` without empty segments. Raise ``UsageError`` if it climbs."""
     segments = [each for each in path.split("/") if each]
     if any(each in (".", "..") for each in segments):
         raise UsageError(f"{what} {text!r}: expected a path without '.' and '..'")

@@ -1,7 +1,7 @@
-"""The base class ``BackgroundCopier``: a thread that copies to a store, behind whoever saves.
+"""The base class ``BackgroundCopier``: a thread that copies to a store while training saves.
 
-It does what there is to do, retries while the store does not answer, and ends when another writer
-has taken over. Subclasses define what there is to do: for a pool, or for a directory of files.
+The thread copies all that is not copied, retries while the store does not answer, and ends when
+another writer has taken over. Subclasses define the work: for a pool, or for a directory of files.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _log: Final = logging.getLogger("portus")
 
 _PAUSE_MIN_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
-"""Between two tries, where the store does not answer."""
+"""Seconds between two tries, at most, if the store does not answer."""
 
 _SHOW_S: Final = 0.2
-"""How often a bar is drawn."""
+"""Seconds between two draws of a bar."""
 
 _SAY_S: Final = 10.0
-"""How often who waits hears how far it is."""
+"""Seconds between two reports of progress to a user who waits."""
 
 READ_ALONE: Final = "it may be read, not written"
-"""What a refused write means, after a read that was not."""
+"""The meaning of a refused write, after a successful read."""
 
 
 class ElsewhereError(UsageError):
@@ -44,7 +44,7 @@ class ElsewhereError(UsageError):
 
 
 class BackgroundCopier(ABC):
-    """A thread that copies to a store, behind whoever saves. Thread-safe."""
+    """A thread that copies to a store while training saves. Thread-safe."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class BackgroundCopier(ABC):
         wait_s: float,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Asks nobody. address: of the store, for messages. wait_s: the longest that ``close``
-        waits. pause_max_s: between two tries, where the store does not answer."""
+        """Make no request. address: of the store, for messages. wait_s: the longest that ``close``
+        waits. pause_max_s: between two tries, if the store does not answer."""
         self.address: Final = address
         self._model: Final = model
         self._store: Final = store
@@ -65,11 +65,11 @@ class BackgroundCopier(ABC):
         self._changed: Final = threading.Condition()
         self._thread: JoinableThread | None = None
         self._wanted = False
-        """True if there may be something to do."""
+        """True if there may be work."""
         self._closing = False
-        """True if the thread is to end once there is nothing to do any more."""
+        """True if the thread is to end once no work is left."""
         self._ended = False
-        """True if it is to end now."""
+        """True if the thread is to end now."""
         self._copying: Stop | None = None
         self._copies = 0
         self._has_copied = False
@@ -79,29 +79,29 @@ class BackgroundCopier(ABC):
 
     @abstractmethod
     def _catch_up(self) -> None:
-        """Copy what is not there, until all is. On the thread."""
+        """Copy all that the store lacks. Runs on the thread."""
 
     @abstractmethod
     def backlog(self) -> Sized:
-        """What is not mirrored."""
+        """Return the versions, or the paths, that are not mirrored."""
 
     @abstractmethod
     def _describe_backlog(self) -> str:
-        """The same in words; empty if all is."""
+        """Return the backlog in words; empty if all is mirrored."""
 
     def _describe_wait(self) -> str:
-        """What the wait at the end is for, in words."""
+        """Return the reason of the wait at the end, in words."""
         return self._describe_backlog() or "older versions are to be removed there"
 
     def _may_yield(self) -> bool:
-        """Whether an upload that is under way may hold space of what is being removed."""
+        """Return whether a running upload may hold the space of a removed version or file."""
         return True
 
     def _note_passing(self) -> None:  # noqa: B027
-        """A command took the term for a moment: it will be claimed again."""
+        """Note that a command took the term for a moment: the thread claims it again."""
 
     def wake(self) -> None:
-        """Something was committed, or let go of."""
+        """Wake the thread after a commit or a removal."""
         with self._changed:
             if self._closing:
                 return
@@ -113,49 +113,49 @@ class BackgroundCopier(ABC):
             self._changed.notify_all()
 
     def yield_space(self) -> bool:
-        """A save finds no room: end the upload, whose version may hold some. True if there was one;
-        it is over then, and begins again after the next commit. Blocks until the store has
-        answered."""
+        """End the running upload, whose version may hold space, because a save finds no room.
+        Return whether there was one; it has ended then, and begins again after the next commit.
+        Blocks until the store has answered."""
         with self._changed:
             if self._copying is None or not self._may_yield():
                 return False
             self._copying.set()
             copies = self._copies
-            # Requests under way read what is sent: only afterwards its space is free.
+            # Running requests read the sent bytes: only afterwards their space is free.
             self._changed.wait_for(lambda: self._copies != copies)
             return True
 
     @property
     def lag_s(self) -> float | None:
-        """Seconds of training that the loss of this machine would cost now: since the newest
-        version was saved that is mirrored. None before there is one."""
+        """Seconds of training that the loss of this machine would cost now: since the save of the
+        newest mirrored version. None before there is one."""
         return (time.time_ns() - self._mirrored_ns) / 1e9 if self._mirrored_ns else None
 
     @property
     def failure(self) -> str:
-        """Why it is behind; empty if nothing is wrong."""
+        """The reason why the mirror is behind; empty if nothing is wrong."""
         return self._failure
 
     def close(self) -> None:
-        """Wait, for ``wait_s`` seconds at most, until all is mirrored; say what is not. Ctrl-C ends
-        the wait, and closes it all the same."""
+        """Wait, for ``wait_s`` seconds at most, until all is mirrored; log what is not. Ctrl-C ends
+        the wait, and the copier is still closed."""
         try:
             self.finish(self._wait_s)
         finally:
             self.end()
-            self._store.close()  # which ends the request that is under way
+            self._store.close()  # this ends the running request
             self.wait_for_end()
 
     def finish(self, wait_s: float) -> None:
-        """Nothing is committed any more: wait until all is mirrored, ``wait_s`` seconds at most."""
+        """Wait until all is mirrored, ``wait_s`` seconds at most. No commit comes afterwards."""
         with self._changed:
-            self._closing = self._wanted = True  # once more: what waited does not any longer
+            self._closing = self._wanted = True  # once more: this ends a pause between two tries
             self._changed.notify_all()
         if self._thread is not None:
             self._wait_for(self._thread, wait_s)
 
     def end(self) -> None:
-        """End what is under way, once the store is closed. Call ``wait_for_end`` then."""
+        """End the running request, once the store is closed. Call ``wait_for_end`` then."""
         with self._changed:
             self._closing = self._ended = True
             if self._copying is not None:
@@ -163,7 +163,7 @@ class BackgroundCopier(ABC):
             self._changed.notify_all()
 
     def wait_for_end(self) -> None:
-        """Return when the thread is over; say what is not mirrored."""
+        """Return when the thread has ended; log what is not mirrored."""
         if self._thread is not None:
             self._thread.join()
         left = self._describe_backlog()
@@ -193,7 +193,7 @@ class BackgroundCopier(ABC):
 
     @contextlib.contextmanager
     def _first_write(self) -> Iterator[None]:
-        """The first write to the store is inside: it shows whether that is allowed at all."""
+        """Explain a refusal of the first write to the store: no write is allowed there at all."""
         try:
             yield
         except UnwritableError as error:
@@ -204,7 +204,7 @@ class BackgroundCopier(ABC):
 
     @contextlib.contextmanager
     def _uploading(self) -> Iterator[Stop]:
-        """What is sent inside ends when the stop is set: a save needs the space, or it is over."""
+        """Yield the stop of an upload: set when a save needs the space, and at the end."""
         stop = Stop()
         with self._changed:
             if self._ended:
@@ -235,10 +235,9 @@ class BackgroundCopier(ABC):
             except StoppedError:
                 self._again(None)
             except StaleError:
-                self._again(0.0)  # what was to be copied went meanwhile
+                self._again(0.0)  # the version or file was removed meanwhile
             except SupersededError as error:
-                # Another run's term is the end; a command (``passing``) is through with its own at
-                # once.
+                # Another run keeps the term; a command (``passing``) gives it up at once.
                 if not error.passing:
                     self._fail(error)
                     return
@@ -247,30 +246,30 @@ class BackgroundCopier(ABC):
             except ElsewhereError as error:
                 self._fail(error)
                 return
-            except Exception as error:  # MemoryError and the like, too: else nobody hears of it
+            except Exception as error:  # also MemoryError and the like: else no one hears of it
                 self._say(error)
-                if self._has_copied:  # it is another failure, not the same one still
+                if self._has_copied:  # a new failure, not the one of before
                     self._has_copied, pause_s = False, _PAUSE_MIN_S
                 self._again(pause_s)
                 pause_s = min(2 * pause_s, self._pause_max_s)
 
     def _again(self, pause_s: float | None) -> None:
-        """Try again after a pause; None: after the next commit, if there is to be one."""
+        """Try again after a pause; None: after the next commit, or at once when closing."""
         with self._changed:
             if pause_s is None:
                 self._wanted = self._wanted or self._closing
                 return
             if self._closing:
-                # Somebody waits for the end now, so the pauses are short.
+                # The caller of ``finish`` waits now, so the pauses are short.
                 self._changed.wait_for(lambda: self._ended, min(pause_s, _PAUSE_MIN_S))
             else:
                 self._changed.wait_for(lambda: self._closing or self._ended, pause_s)
             self._wanted = True
 
     def _say(self, error: Exception) -> None:
-        """Say why the mirror is behind, each cause once until it is over."""
+        """Log why the mirror is behind, each cause once until it is gone."""
         if self._ended:
-            return  # the store was closed, and the cause is that of before
+            return  # the store was closed, so this error explains nothing
         foreign = not isinstance(error, PortusError)
         said = f"{READ_ALONE}: {error}" if isinstance(error, UnwritableError) else str(error)
         text = f"{type(error).__name__}: {error}" if foreign else said

@@ -1,13 +1,14 @@
-"""Objects in a bucket, by obstore: S3 and what speaks like it, Google, Azure; memory for tests.
+"""Objects in a bucket, by obstore: S3 and compatible stores, Google, Azure; memory for tests.
 
-Theory. obstore waits in Rust, and nothing of Python ends that. So each call is a task of an event
-loop, in a thread of the store's own: ``close`` cancels the tasks, which drops their requests.
+Theory. obstore waits in Rust, and no Python code can end that wait. So each call is a task of an
+event loop, in a thread of the store's own: ``close`` cancels the tasks, which drops their requests.
 
-S3 lets a signature have the SHA-256 of what is sent, which costs three times what sending it does.
-TLS vouches for the same bytes, so it is left out there; plain HTTP has nothing else.
+With S3 a signature may cover the SHA-256 of the sent bytes, which takes three times as long as
+sending them. TLS protects the same bytes, so with TLS the signature omits it; plain HTTP has no
+other protection.
 
-All requests but those of ``create`` may be repeated by obstore, since they do the same again.
-``create`` is sent once: what became of a request without an answer is for its caller to find out.
+obstore may repeat all requests but those of ``create``, since a repetition has the same effect.
+``create`` is sent once: its caller has to find out the outcome of a request without an answer.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 PAGE_ENTRIES: Final = 1000
-"""Entries of a list: what one request brings, at S3."""
+"""Entries of a list in one request: the limit of S3."""
 
 _SINGLY: Final = (StoreKind.GOOGLE, StoreKind.AZURE)
-"""A missing object is an error of these, which ends a deletion of many."""
+"""Stores where a missing object is an error, which ends a deletion of many."""
 
 _SIDE_BY_SIDE: Final = 16
-"""Deletions, one by one."""
+"""Deletions at once, if each is a request."""
 
 _PARTS_ABREAST: Final = 4
 _PARTS_MAX: Final = 10_000
@@ -75,10 +76,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketTimeouts:
-    """How long a call may take: a request that does not connect, or is not through, ends after
-    ``connect_s`` and ``request_s``; then it is repeated, ``retries`` times and until ``retry_s``
-    have passed since the first one began. So a call ends within ``retry_s + request_s``, and
-    ``create`` within ``request_s``. All in seconds.
+    """The longest times of a call: a request that does not connect within ``connect_s``, or does
+    not finish within ``request_s``, ends. Then it is repeated, ``retries`` times and until
+    ``retry_s`` have passed since the first one began. So a call ends within
+    ``retry_s + request_s``, and ``create`` within ``request_s``. All in seconds.
 
     ``request_s`` is for all of an object: with 120 s, 16 MiB need 140 kB/s.
     """
@@ -90,11 +91,11 @@ class BucketTimeouts:
 
 
 class Bucket:
-    """``Store`` of the objects below a prefix of a bucket. Close it, or it is closed at exit."""
+    """``Store`` of the objects below a prefix of a bucket. Close it; the exit closes it, too."""
 
     def __init__(self, address: StoreAddress, patience: BucketTimeouts | None = None) -> None:
-        """Asks nobody yet. Raises ``UsageError`` if obstore is missing, or the environment says
-        what cannot be."""
+        """Make no request yet. Raises ``UsageError`` if obstore is missing, or for wrong settings
+        in the environment."""
         self._address: Final = address
         self._patience: Final = patience or BucketTimeouts()
         try:
@@ -179,7 +180,7 @@ class Bucket:
 
     def close(self) -> None:
         """Close it as ``Store.close`` does; calls of other threads end with ``TransportError``."""
-        self._calls.close()  # what Ctrl-C keeps from its end, ``_end`` closes at the exit
+        self._calls.close()  # if Ctrl-C ends this, ``_end`` closes it at the exit
 
     def _open(self, retries: int) -> ObjectStore:
         from obstore import store as stores
@@ -220,14 +221,14 @@ class Bucket:
     def _ask(
         self, operation: str, name: str, work: Callable[[], Coroutine[Any, Any, Result]]
     ) -> Result:
-        """What ``work`` gives, run by the thread of this store. Raises as ``Store``."""
+        """Return the result of ``work``, run by the thread of this store. Raises as ``Store``."""
         try:
             return self._calls.run(work)
         except PortusError:
             raise
         except (self._obstore.exceptions.BaseError, OSError, NotImplementedError) as error:
             failed = self._translate(error, operation, name)
-        raise failed  # here: what obstore said may hold what is not to be shown
+        raise failed  # here, without obstore's error as its context: that may have secrets
 
     def _translate(self, error: BaseException, operation: str, name: str) -> PortusError:
         waited = self._patience.connect_s, self._patience.request_s
@@ -249,7 +250,7 @@ class Bucket:
         )
 
     async def _copy(self, path: str, target: str) -> None:
-        # By one request: a second one may copy what the name is only after this returned.
+        # One request: a repeated one may copy later bytes of the name, after this returned.
         await self._obstore.copy_async(self._once, path, target)
 
     async def _create(self, path: str, data: bytes) -> bool:
@@ -267,7 +268,7 @@ class Bucket:
         try:
             found = await self._obstore.get_range_async(self._store, path, start=start, end=end)
         except self._obstore.exceptions.BaseError as error:
-            # A server's error; for a store, a range behind the end has no bytes.
+            # The server calls it an error; a ``Store`` has no bytes behind the end.
             if is_beyond_the_end(error):
                 return memoryview(b"")
             raise
@@ -289,8 +290,8 @@ class Bucket:
 
 
 def _unsigned_headers(kind: StoreKind) -> dict[str, str]:
-    """What keeps the SHA-256 of contents out of signatures, where TLS is spoken and the environment
-    does not say."""
+    """Return the setting that keeps the SHA-256 of contents out of signatures, for TLS, unless the
+    environment has it."""
     said = {name.upper(): value for name, value in os.environ.items()}
     is_plain = any(
         value.strip().lower().startswith("http://")
@@ -305,7 +306,7 @@ def _unsigned_headers(kind: StoreKind) -> dict[str, str]:
 
 
 _MEMORY: Final[dict[str, ObjectStore]] = {}
-"""By name: what one store of this process writes, the others read."""
+"""The stores in memory, by name: all stores of this process share them."""
 
 
 async def _chunks(parts: Iterable[Part]) -> AsyncIterator[Part]:
@@ -326,7 +327,7 @@ def _several(paths: Sequence[str]) -> str:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """An event loop that knows which futures a thread of obstore has in hand."""
+    """An event loop that knows which futures the threads of obstore hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -339,15 +340,15 @@ class _Loop(asyncio.SelectorEventLoop):
         return future
 
     def wait_for_threads(self) -> None:
-        """Return once no thread is about to give an answer, or still returns from that."""
+        """Return once no thread is about to give an answer, or is still returning from that."""
         from obstore.store import MemoryStore
 
-        # It returns through Python. Until 3.14, one that does so while the interpreter ends takes
-        # the process down, by SIGABRT.
+        # A thread returns through Python. Before 3.14, one that does so while the interpreter ends
+        # kills the process, by SIGABRT.
         end = time.monotonic() + _THREADS_S
         while self._futures and time.monotonic() < end:
             time.sleep(0.001)
-            MemoryStore()  # any call: what a thread dropped without the GIL is freed by the next
+            MemoryStore()  # any call frees the objects that a thread dropped without the GIL
 
 
 class _Calls:
@@ -362,8 +363,8 @@ class _Calls:
         self._is_closed = False
 
     def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
-        """What ``work()`` gives, awaited in the loop. An exception that a signal handler raises
-        here cancels it, and is raised when it has ended."""
+        """Return the result of ``work()``, awaited in the loop. If a signal handler raises here,
+        the work is cancelled, and the exception is raised when the work has ended."""
         if os.getpid() != self._process:
             raise UsageError(f"{self._name}: opened by another process; open it in this one")
         done: concurrent.futures.Future[Result] = concurrent.futures.Future()
@@ -387,15 +388,15 @@ class _Calls:
         try:
             concurrent.futures.wait([done])
         except BaseException:
-            # And wait for its end: until then the request may read the caller's memory.
+            # Wait for its end: until then the request may read the caller's memory.
             loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
             concurrent.futures.wait([done])
             raise
         return done.result()
 
     def close(self) -> None:
-        """Cancel what runs, wait until it has ended, and end the thread. A second call after Ctrl-C
-        waits too."""
+        """Cancel the running calls, wait for their end, and end the thread. A second call after
+        Ctrl-C waits too."""
         if os.getpid() != self._process:
             return
         with self._guard:

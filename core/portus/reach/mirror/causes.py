@@ -1,9 +1,9 @@
-"""What an error of obstore means: its cause by name, and who has to act.
+"""Causes of obstore's errors: the class and the message of each.
 
-obstore tells most causes as one class, ``GenericError``, with a text of many lines. That text may
-hold what an address or an answer held, so nothing of it is shown but the name of the server, its
-status and its code, and, of an error that is not known here, one line without what looks like a
-secret.
+obstore reports most causes as one class, ``GenericError``, with a text of many lines. That text may
+repeat parts of an address or an answer. So a message has only the name of the server, its status
+and its code, and, of an error that is not known here, one line without values that look like
+secrets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECRET_SIZE_MIN: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """The call that failed. connect_s, request_s: how long it waited."""
+    """The call that failed. connect_s, request_s: the longest waits of the call."""
 
     address: StoreAddress
     operation: str
@@ -41,7 +41,7 @@ class FailedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Cause:
-    """kind: whose it is to act. found and advice: for the message, with ``_words`` in braces."""
+    """kind: the class of the error. found, advice: for the message, ``_words`` in braces."""
 
     kind: type[TransportError] | type[UsageError] | type[MediumError] | type[MissingError]
     found: str
@@ -124,11 +124,11 @@ _BY_STATUS: Final = {
 _METADATA: Final = re.compile(
     r"https?://(?:169\.254\.|metadata\.google\.internal|[^/\s]+/latest/api/token)"
 )
-"""Where machines of clouds find credentials: asked when there are none in the environment."""
+"""Addresses where machines of clouds find credentials: asked if the environment has none."""
 
 _NO_CREDENTIALS: Final = _Cause(UsageError, "no credentials were found", "set {credentials}")
 _NAMES: Final = re.compile(r"https?://\S+|path: \"[^\"]*\"|(?:path|location|key) \S+")
-"""What an error repeats of the call, which is of our making."""
+"""Matches the parts of an error that repeat the call: Portus made these."""
 
 _BY_TEXT: Final = (
     (
@@ -193,14 +193,14 @@ _RIGHTS: Final = {
 
 
 def is_beyond_the_end(error: BaseException) -> bool:
-    """True for a range that begins where the object has ended."""
+    """Return whether the error is of a range that begins behind the end of the object."""
     text = str(error)
     return _status(text) == 416 or "InvalidRange" in text or "StartTooLarge" in text
 
 
 def translate(error: BaseException, failed: FailedCall) -> PortusError:
-    """``error`` of obstore as one of ours, with its cause. Nothing in it leads back to ``error``,
-    whose text is not to be shown."""
+    """Return ``error`` of obstore as one of ours, with its cause. Nothing in it refers to
+    ``error``, whose text is not to be shown."""
     text = _USER.sub("", str(error))
     code, status = _code(text), _status(text)
     # The server's code says most, then its status; the text is the last resort.
@@ -223,7 +223,7 @@ def translate(error: BaseException, failed: FailedCall) -> PortusError:
 
 
 def _words(failed: FailedCall) -> dict[str, object]:
-    """What stands in the braces of a cause."""
+    """Return the words for the braces of a cause."""
     kind = failed.address.kind
     return {
         "credentials": _CREDENTIALS.get(kind, "the credentials"),
@@ -248,7 +248,7 @@ def _code(text: str) -> str:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """What the class of an error of obstore says, where its text has no status."""
+    """Return the status by the class of an error of obstore, for texts without a status."""
     if isinstance(error, FileNotFoundError):
         return 404
     return {"PermissionDeniedError": 403, "UnauthenticatedError": 401}.get(type(error).__name__)

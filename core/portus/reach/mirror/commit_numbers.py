@@ -1,8 +1,8 @@
-"""The numbering of a model's commits, where two storage hosts keep the model.
+"""The lead of a model that two storage hosts keep: one of them numbers its commits.
 
 Each model has one log, on the second host (``reach.mirror.log``). The host that grants a claim of
 the model leads it: it brings its own pool up to the newest version that counts in the log, and
-takes a new term, before anything is committed. The former leader meets a higher term, and stops.
+takes a new term, before the first commit. The former leader meets a higher term, and stops.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from portus.reach.mirror.objects import Added, State
 from portus.reach.mirror.store import Store
 
 REPLICA: Final = "portus.replica"
-"""Below what the second host keeps the logs that it is the home of. No model's own mirror is called
-so: there a name has no dot."""
+"""The prefix of the logs that the second host is the home of. No model's own mirror is called so:
+there a name has no dot."""
 
 PAUSE_MAX_S: Final = 2.0
-"""Between two tries, where the other host does not answer."""
+"""Seconds between two tries, at most, if the other host does not answer."""
 
 TOLD_S: Final = 300.0
-"""The longest that a commit waits to be in the log while nothing goes wrong."""
+"""The longest that a commit waits for its entry in the log while no try fails."""
 
 
 class Follower(JoinedPool, ABC):
-    """A pool that is brought up to a log, and may have let versions go that others retired."""
+    """A pool that follows a log, and can drop versions that do not count any more."""
 
     @abstractmethod
     def shed(self, versions: Collection[VersionInfo]) -> None:
-        """Let go of versions that do not count any more. Raises ``MediumError``."""
+        """Remove versions that do not count any more. Raises ``MediumError``."""
 
 
 class Leader(Copier):
-    """Copies one model to its log, for as long as the term is this one's. Thread-safe.
+    """Copies one model to its log, for as long as this host has the term. Thread-safe.
 
-    Made for one claim, or (``is_wanted`` False) to copy on what this pool led before.
+    Made for one claim, or (``is_wanted`` False) to copy the rest of what this pool led before.
     """
 
     _advice = "What is committed here does not count any more"
@@ -57,24 +57,24 @@ class Leader(Copier):
         *,
         is_home: bool,
     ) -> None:
-        """name: of the host that has the log. is_home: it is this host: whatever it told of is
-        in the log, so what else its pool has does not count."""
+        """name: of the host that has the log. is_home: the log is on this host: then it has all
+        reported versions, so others in this host's pool do not count."""
         super().__init__(store, name, joined, turn=turn, pause_max_s=PAUSE_MAX_S)
         self._following: Final = joined
         self.is_home: Final = is_home
         self.why_over = ""
-        """Why nothing that is committed here counts any more; empty while it may."""
+        """The reason why no commit here counts any more; empty while commits may count."""
         self._is_wanted = False
         self._tries = 0
 
     def lead(self) -> str:
         """Take the lead before the claim is granted. Return "" if the term is taken; else why the
-        log cannot be asked: the pool has versions, and the term is taken once the log answers.
+        log cannot be read: the pool has versions, and the term is taken once the log answers.
         Nothing is copied before ``wake``. If this raises, the leader is closed.
 
-        Raises ``StaleError`` if the model continued elsewhere, and this pool has what does not
-        count; ``TransportError`` if the log cannot be asked and the pool has nothing, or is known
-        to be behind; ``BusyError`` if somebody saves the model at the other host.
+        Raises ``StaleError`` if the model continued elsewhere, and this pool has versions that do
+        not count; ``TransportError`` if the log cannot be read and the pool is empty, or is known
+        to be behind; ``BusyError`` if another client saves the model at the other host.
         """
         self._is_wanted = True
         try:
@@ -84,9 +84,9 @@ class Leader(Copier):
             raise
 
     def wait_until_logged(self, token: bytes) -> None:
-        """Return when the version of that token is in the log; of 16 zeros: when the term is this
-        one's. Raises ``StaleError`` if it never will be, ``TransportError`` if it is not there yet
-        though that was tried, or took too long."""
+        """Return when the version of that token is in the log; for 16 zeros, when this host has the
+        term. Raises ``StaleError`` if it never will be, ``TransportError`` after a failed try, or
+        if it took too long."""
 
         def is_told() -> bool:
             if token == bytes(len(token)):
@@ -109,7 +109,7 @@ class Leader(Copier):
         raise TransportError(f"it is not at {self.address} yet. {self.failure}")
 
     def require(self) -> None:
-        """Raise ``StaleError`` if the model went on elsewhere."""
+        """Raise ``StaleError`` if the model continued elsewhere."""
         if self.why_over:
             raise StaleError(self.why_over)
 
@@ -121,13 +121,13 @@ class Leader(Copier):
             if not own:
                 raise
             return str(error)
-        # Somebody appended in between: what counts may have changed, so all is looked at again.
+        # Another writer appended in between, and may have changed what counts: look again.
         while not self._has_led(state):
             state = self._mirror.read()
         return ""
 
     def _has_led(self, state: State) -> bool:
-        """False if somebody else said something meanwhile."""
+        """Return whether the term was taken; not if another writer appended meanwhile."""
         joined = self._following
         newest, own = state.newest, joined.infos()
         if newest is not None and joined.is_behind(state, own):

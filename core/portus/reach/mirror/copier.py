@@ -1,15 +1,15 @@
-"""The copier of a mirror: what is committed to a pool is copied behind whoever saves, and a pool
-that is new is filled from the mirror. Storage hosts have one for each model.
+"""The copier of a mirror: copies the committed versions of a pool, in the background, and fills a
+new pool from the mirror. Storage hosts have one copier for each model.
 
 There is one thread. It copies the newest version that is not mirrored yet, then older ones, as long
-as the pool has them. What it copies it pins, as any reader does; a save that finds no room has it
-end (``yield_space``). What the pool let go of goes from the mirror too, unless ``keep`` wants it
-there.
+as the pool has them. It pins the version that it copies, as any reader does; a save that finds no
+room ends the copy (``yield_space``). Versions that the pool dropped go from the mirror too, unless
+``keep`` wants them there.
 
-Before anything is saved, ``begin`` looks which of the two has the newer history. A pool that is new
-gets the versions that the mirror has of the model. A pool whose history continued elsewhere is
-reported, and not continued. Then it claims the mirror, which is its first write: where that is not
-allowed, nothing ever would be mirrored.
+Before the first save, ``begin`` finds which of the two has the newer history. A new pool gets the
+versions of the model that the mirror has. If the pool's history continued elsewhere, ``begin``
+raises. Then it claims the mirror, which is its first write: without the right to write, nothing
+would ever be mirrored.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _log: Final = logging.getLogger("portus")
 _AT_ANY_TIME: Final = contextlib.nullcontext()
 
 _COLLECT_S: Final = 24 * 3600.0
-"""Between two times that what nobody needs any more is deleted."""
+"""Seconds between two collections of objects that no version needs any more."""
 
 
 class Copier(BackgroundCopier):
-    """Copies what is committed of one model to its mirror. Thread-safe but for ``begin``."""
+    """Copies the committed versions of one model to its mirror. Thread-safe but for ``begin``."""
 
     _advice = (
         "To resume from the mirror, move this pool away; to resume from here, use another mirror"
@@ -75,23 +75,25 @@ class Copier(BackgroundCopier):
         )
         self._collecting: Stop | None = None
         self._collected_s: float | None = None
-        """When it was tried last, here or by who had the term before; None: not yet asked."""
+        """The last try to collect, here or by the former holder of the term; None: not yet
+        asked."""
         self._uncollected = ""
-        """Why that failed last."""
+        """The cause of the last failed collection."""
         self._skipped: Final[set[bytes]] = set()
         self._unread: Final[set[bytes]] = set()
-        """What could not be fetched: it stays where it is."""
+        """The tokens of versions that could not be fetched: they stay in the mirror."""
 
     # Before the first save.
 
     def begin(self) -> None:
-        """Fill the pool if it is behind, claim the mirror, and copy from now on. Once, or ``wake``
-        does it later, for a mirror that has nothing of this model, or cannot be asked. Blocks
+        """Fill the pool if it is behind, claim the mirror, and copy from now on. Call it once. If
+        the mirror has nothing of this model, or does not answer, ``wake`` may do it later. Blocks
         while versions are fetched.
 
         Raises ``UsageError`` if the pool's history continued elsewhere, for wrong credentials and
-        the like, and if the mirror may be read, not written; ``TransportError`` if the store cannot
-        be asked and the pool is empty: then nobody knows if there is something to continue from.
+        the like, and without the right to write to the mirror; ``TransportError`` if the store does
+        not answer and the pool is empty: then nothing says whether there is a version to resume
+        from.
         """
         joined = self._joined
         own = joined.infos()
@@ -103,7 +105,7 @@ class Copier(BackgroundCopier):
                 joined.since = joined.writer.catalogue().root.sequence
         except (TransportError, MediumError) as error:
             if not own:
-                # There may be something to resume from: beginning anew would lose it.
+                # There may be a version to resume from: beginning anew would lose it.
                 raise
             self._say(error)
         else:
@@ -115,12 +117,12 @@ class Copier(BackgroundCopier):
         self.wake()
 
     def _is_behind(self, state: State, newest: Added, own: Sequence[VersionInfo]) -> bool:
-        """True if the pool is to be filled from the mirror. Raises ``UsageError`` if it has what
-        the mirror has not, of a history that was left behind."""
+        """Return whether to fill the pool from the mirror. Raise ``UsageError`` if the pool has
+        versions that the mirror lacks, of a history that was left behind."""
         if not self._joined.is_behind(state, own):
             return False
         if {info.token for info in own} <= {each.token for each in state.versions}:
-            return True  # it has nothing of its own
+            return True  # the pool has nothing of its own
         raise self._elsewhere(newest, own)
 
     def _elsewhere(self, newest: Added, own: Sequence[VersionInfo]) -> ElsewhereError:
@@ -148,20 +150,20 @@ class Copier(BackgroundCopier):
     # While it saves.
 
     def finish(self, wait_s: float) -> None:
-        """Wait as ``BackgroundCopier.finish`` does, and end a collection that is under way."""
+        """Wait as ``BackgroundCopier.finish`` does, and end a running collection."""
         with self._changed:
             self._closing = self._wanted = True
             if self._collecting is not None:
-                self._collecting.set()  # the next run does that
+                self._collecting.set()  # the next run collects
         super().finish(wait_s)
 
     def backlog(self) -> list[VersionInfo]:
-        """The versions of the pool that are not mirrored, oldest commit first."""
+        """Return the versions of the pool that are not mirrored, oldest commit first."""
         there = {each.token for each in self._mirror.state.versions}
         return [each for each in self._joined.infos() if each.token not in there]
 
     def _describe_backlog(self) -> str:
-        """What is not mirrored, in words; nothing if all is."""
+        """Return the backlog in words; empty if all is mirrored."""
         left = self.backlog()
         if not left:
             return ""
@@ -198,15 +200,15 @@ class Copier(BackgroundCopier):
                 return
 
     def _collect(self) -> None:
-        """All is mirrored: once a day, by the clocks of those who had the term, mend what the store
-        lost, and delete what nobody needs any more. Whether that can be done changes nothing of
-        what is mirrored; so what fails is tried a day later."""
+        """Repair lost objects, and delete unneeded ones, once a day, by the clocks of the holders
+        of the term. All versions are mirrored by now. A failure changes no mirrored version, so it
+        is tried again a day later."""
         now_s, stop = time.monotonic(), Stop()
         with self._changed:
             if self._collected_s is None:
                 self._collected_s = self._last_collection_s(now_s)
             is_due = self._collected_s is None or now_s - self._collected_s >= _COLLECT_S
-            # Whoever waits for the end does not wait for this; the next run does it.
+            # The wait for the end does not include this; the next run does it.
             if self._closing or not is_due:
                 return
             self._collecting = stop
@@ -231,8 +233,8 @@ class Copier(BackgroundCopier):
         self._collected_s = now_s
 
     def _last_collection_s(self, now_s: float) -> float | None:
-        """When the log says that it was done last, as ``time.monotonic`` counts; None for more than
-        a day ago, for never, and for a time to come: of two clocks one is wrong."""
+        """Return when the log says that objects were collected last, as ``time.monotonic`` counts.
+        None: never, more than a day ago, or in the future, where one of two clocks is wrong."""
         age_s = (time.time_ns() - self._mirror.state.collected_ns) / 1e9
         return now_s - age_s if 0 <= age_s < _COLLECT_S else None
 
@@ -257,15 +259,15 @@ class Copier(BackgroundCopier):
                 )
 
     def _claim(self) -> None:
-        """Raises ``ElsewhereError`` if the mirror is ahead of the pool: what it has would go. The
-        store may not have answered when the pool was joined."""
+        """Claim the term. Raise ``ElsewhereError`` if the mirror is ahead of the pool: its versions
+        would go. The store may not have answered when the pool was joined."""
         state, own = self._mirror.read(), self._joined.infos()
         if state.newest is not None and self._joined.is_behind(state, own):
             raise self._elsewhere(state.newest, own)
         self._take_term(state)
 
     def _take_term(self, state: State, at: int | None = None) -> None:
-        """Claim what says ``state``. at: as of ``Mirror.claim``."""
+        """Claim the log that says ``state``. at: as of ``Mirror.claim``."""
         joined = self._joined
         self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
         self._collected_s = None
@@ -280,13 +282,13 @@ class Copier(BackgroundCopier):
             self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
         except (CorruptionError, NotMirroredError) as error:
-            # It would fail each time: the pool's own bytes are damaged, or it has no files.
+            # Each copy would fail: the pool's bytes are damaged, or the version has no files.
             self._skipped.add(info.token)
             _log.error("portus: step %d is not mirrored: %s", info.step, error)
 
     def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
-        """What is to be said besides: which versions go."""
-        # What could not be fetched is missing in the pool, but must not go from the mirror.
+        """Return the facts to note besides: the versions that go."""
+        # A version that could not be fetched is missing in the pool, but stays in the mirror.
         kept = {info.token for info in infos} | self._unread
         gone = {each.token for each in state.versions} - kept
         return [Removed(token) for token in sorted(gone)]
@@ -307,17 +309,17 @@ class JoinedPool:
         return self.writer.medium.info.name
 
     def is_behind(self, state: State, own: Sequence[VersionInfo]) -> bool:
-        """True if a mirror has the newer history. own: ``infos``."""
+        """Return whether a mirror has the newer history. own: ``infos``."""
         commit = self.writer.catalogue().root.sequence
         return state.is_ahead_of(self.writer.superblock.uuid, own, commit)
 
     def infos(self) -> list[VersionInfo]:
-        """The versions of the model, oldest commit first."""
+        """Return the versions of the model, oldest commit first."""
         listed = self.writer.catalogue().models.get(self.model)
         return [entry.info for entry in listed.versions] if listed else []
 
     def reader_of(self, info: VersionInfo) -> PoolReader:
-        """The pool, if it has this version. Raises ``StaleError``."""
+        """Return the pool, if it has this version. Raise ``StaleError`` if not."""
         if info in self.infos():
             return self.writer
         raise StaleError(f"step {info.step} was removed")

@@ -1,11 +1,10 @@
-"""What a mirror has of a model, into a pool that has nothing of its own.
+"""Fetches the versions that a mirror has of a model into a pool that has nothing of its own.
 
-All versions, oldest first, each by an ordinary commit under its token. Whoever is killed in it does
-the rest when it is done again, since all that is there is in the mirror too.
+It fetches all versions, oldest first, and commits each as usual under its token. A killed process
+can repeat the fetch, which does the rest, since the mirror has all versions of the pool too.
 
-Each byte of the files is asked for once, in ranges as they lie there, several at a time. What was
-stored is read back, and compared with the digests of the manifest, before it is committed: so a
-failed write shows as well.
+Each byte of the files is requested once, in ranges, several at a time. Before the commit the stored
+bytes are read back, and compared with the digests of the manifest: so a failed write shows too.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ from portus.reach.versions.pool_draft import PoolDraft
 _log: Final = logging.getLogger("portus")
 
 Advance = Callable[[int], None]
-"""Told of bytes that are here now, besides those before, by one thread at a time."""
+"""Called with the number of newly arrived bytes, by one thread at a time."""
 
 
 def place_of(added: Added) -> tuple[int, int]:
-    """Where a version is in the history of its mirror."""
+    """Return the place of a version in the history of its mirror."""
     return added.term, added.commit
 
 
 def missing(state: State, own: Collection[VersionInfo]) -> list[Added]:
-    """What of a mirror a pool with the versions ``own`` lacks, oldest first."""
+    """Return the versions of a mirror that a pool with the versions ``own`` lacks, oldest first."""
     tokens = {info.token for info in own}
     return sorted((each for each in state.versions if each.token not in tokens), key=place_of)
 
@@ -59,9 +58,9 @@ def fill(
     wanted: Sequence[Added],
     advance: Advance | None = None,
 ) -> list[Added]:
-    """Fetch ``wanted``, which is ``missing``; return which versions were fetched. Blocks.
+    """Fetch ``wanted``, which is ``missing``; return the fetched versions. Blocks.
 
-    An older version that is damaged in the mirror is left out, with an error in the log. Raises
+    Skips an older version that is damaged in the mirror, with an error in the log. Raises
     ``CorruptionError`` for the newest one, and what the mirror and the pool raise.
     """
     done = []
@@ -84,8 +83,8 @@ def fetch_version(
     """Commit a version of a mirror to the pool of ``writer``, as the newest one, with the same
     model, step and token. Blocks.
 
-    Raises ``CorruptionError`` where bytes are not those of the version, ``StaleError`` if it was
-    removed meanwhile, and what the store and the pool raise. Then nothing changed.
+    Raises ``CorruptionError`` if bytes are not those of the version, ``StaleError`` if it was
+    removed meanwhile, and what the store and the pool raise. Then the pool is unchanged.
     """
     version = opened.version
     draft = PoolDraft(writer, version.lengths)
@@ -116,7 +115,7 @@ def fetch_version(
 
 
 class _Target:
-    """Where in a pool the storages of a version go, end to end."""
+    """The place in a pool for the storages of a version, end to end."""
 
     def __init__(self, medium: Medium, target: Sources) -> None:
         self._medium: Final = medium

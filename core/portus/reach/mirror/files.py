@@ -1,8 +1,8 @@
 """``MirroredFiles``: the checkpoint files of one run in a store, whole, under their own names.
 
-A file counts once the log of the mirror says so, with its digest. Until then what it replaces is
-there and counts, under another name. Whoever was superseded may overwrite an object, and nobody
-takes that for the file: its digest is another one.
+A file counts once the log of the mirror has its entry, with its digest. Until then the file that it
+replaces exists and counts, under another name. A superseded writer may overwrite an object, but no
+reader takes that for the file: its digest differs.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ BY_HAND: Final = (
     "Copy them into the directory of the run with any client of the store, check them with xxhsum "
     "-c *.xxh128, and start the run: it mirrors them anew. To begin without, use another mirror"
 )
-"""What to do about files whose log is lost."""
+"""The advice about files whose log is lost."""
 
 _COPIES: Final = 3
-"""Times that a copy in the store is asked for. Each has another name: one that lands late copies
-what has been put there meanwhile."""
+"""Tries of a copy in the store. Each has another name: a late copy has the bytes that replaced the
+file meanwhile."""
 
 
 class FileToUpload(Protocol):
-    """An open file: an ``OpenFile``, or what has this much of one."""
+    """An open file: an ``OpenFile``, or an object with these parts of one."""
 
     @property
     def size(self) -> int:
-        """Bytes of it now."""
+        """The present size in bytes."""
 
     def load(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``; all of it is in the file."""
+        """Fill ``target`` from ``offset``; the file has all of these bytes."""
 
 
 class MirroredFiles(Mirror):
-    """The mirror of a run that saves files. One thread at a time. All raise as those of ``Mirror``
-    do."""
+    """The mirror of a run that saves files. One thread at a time. All methods raise as those of
+    ``Mirror``."""
 
     def __init__(self, store: FileStore, model: str, name: str) -> None:
-        """Asks nothing. name: of the store, for messages."""
+        """Make no request. name: of the store, for messages."""
         super().__init__(store, model, key=key_from_environment(), name=name)
         self._uncounted: Final[set[str]] = set()
-        """Objects that were uploaded here, and that ``count`` was not told of."""
+        """Uploaded objects that ``count`` did not make count."""
 
     def upload(
         self,
@@ -85,8 +85,8 @@ class MirroredFiles(Mirror):
         time_ns: int,
         term: int | None = None,
     ) -> FileAdded:
-        """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return what
-        ``count`` is to say of it. term: in which it was saved, if not in this one.
+        """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return its
+        fact for ``count``. term: the term of the save, if not this one.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file became shorter meanwhile.
@@ -123,15 +123,16 @@ class MirroredFiles(Mirror):
         return self._objects.put_file(name, parts(), size)
 
     def set_aside(self, paths: Sequence[str]) -> None:
-        """Have the files at ``paths`` count under other names, as far as the store copies objects:
-        then what replaces them gets theirs. Raises ``SupersededError``."""
+        """Have the files at ``paths`` count under other names, if the store copies objects that
+        large: then their own names are free for the files that replace them. Raises
+        ``SupersededError``."""
         self.require()
         counted = filter(None, map(self.state.file, paths))
         own = [each for each in counted if not each.link and each.name == file_name(each.path)]
         self._say([each for each in map(self._copy_aside, own) if each is not None])
 
     def _copy_aside(self, filed: FileAdded) -> FileAdded | None:
-        # What cannot be copied stays, and what replaces it gets another name.
+        # A file that cannot be copied stays, and the one that replaces it gets another name.
         with contextlib.suppress(CorruptionError):
             for _ in range(_COPIES):
                 name = name_before(filed.name, self._random(WRITER_SIZE))
@@ -141,8 +142,8 @@ class MirroredFiles(Mirror):
         return None
 
     def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
-        """Make uploaded files count from now on, those of one entry of the log together, and the
-        files at ``gone`` no longer."""
+        """Make uploaded files count from now on, all by one entry of the log if it has room, and
+        the files at ``gone`` no longer."""
         replaced = [self.state.file(each.path) for each in files]
         replaced += [self.state.file(path) for path in gone]
         # The entry first, then the deletion: the log never names an object that was deleted.
@@ -151,17 +152,16 @@ class MirroredFiles(Mirror):
         self._sweep_away([each.name for each in replaced if each is not None and not each.link])
 
     def drop_uncounted(self) -> None:
-        """Delete what was uploaded here, and is not going to count. Raises ``SupersededError``."""
+        """Delete the uploaded objects that are not going to count. Raises ``SupersededError``."""
         if self._uncounted:
-            self.require()  # else some may be of the writer who has the term now
+            self.require()  # else some may be of the present holder of the term
             self._uncounted.difference_update(each.name for each in self.state.files)
             self._sweep_away(list(self._uncounted))
             self._uncounted.clear()
 
     def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
-        """Upload again a file that is not there as it was uploaded, from ``file``, in its place.
-        False if it does not count any more. Raises as ``upload``, and ``StaleError`` if the bytes
-        are others."""
+        """Upload a damaged file again, from ``file``, to its object. Return False if it does not
+        count any more. Raises as ``upload``, and ``StaleError`` if the bytes differ."""
         now = self.state.file(filed.path)
         if now is None or now.digest != filed.digest:
             return False
@@ -172,7 +172,7 @@ class MirroredFiles(Mirror):
     def recognize(
         self, name: str, path: str, file: FileToUpload, *, step: int, time_ns: int
     ) -> FileAdded | None:
-        """Return what ``count`` is to say of the object ``name``, which does not count, if it is
+        """Return the fact for ``count`` of the object ``name``, which does not count, if it is
         ``file``, the one at ``path``; else None."""
         digest, term = digest_of(partial(_read, file), 0, file.size), self.state.term
         found = FileAdded(path, name, digest, file.size, step, time_ns, term)
@@ -183,7 +183,7 @@ class MirroredFiles(Mirror):
         return found
 
     def link(self, path: str, target: str) -> None:
-        """Say that the link at ``path`` leads to ``target``, which is relative to it."""
+        """Note that the link at ``path`` refers to ``target``, which is relative to it."""
         before = self.state.file(path)
         said = FileAdded(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
         self.note([said])
@@ -191,18 +191,18 @@ class MirroredFiles(Mirror):
             self._sweep_away([before.name])
 
     def remove(self, paths: Sequence[str]) -> None:
-        """Remove files; those that are not there are no error. Raises ``SupersededError``, and
-        ``UsageError`` without the right to delete: they do not count any more then."""
+        """Remove files, and ignore those that are not there. Raises ``SupersededError``, and
+        ``UsageError`` without the right to delete: then the files do not count any more."""
         there = {each.path: each for each in self.state.files}
         gone = [there[path] for path in dict.fromkeys(paths) if path in there]
         self._say([FileRemoved(each.path) for each in gone])
-        # Of one that was set aside, too, what was to replace it and never counted.
+        # For one that was set aside, also the uncounted object that was to replace it.
         own = [file_name(each.path) for each in gone if each.name.startswith(BEFORE)]
         self._delete([*(each.name for each in gone if not each.link), *own])
 
     def retire(self, checkpoints: Mapping[str, Sequence[str]], keep: int) -> None:
-        """Remove checkpoints, each the paths of its files, but for the newest ``keep`` of those
-        that were retired ever: these are there still, and no machine fetches them. Raises as
+        """Remove checkpoints, each the paths of its files, but for the newest ``keep`` of all that
+        were ever retired: the store has these still, and no machine fetches them. Raises as
         ``remove``."""
         checkpoint_of = {path: name for name, paths in checkpoints.items() for path in paths}
         checkpoint_of |= {each.path: each.retired for each in self.state.files if each.retired}
@@ -217,14 +217,14 @@ class MirroredFiles(Mirror):
         self.remove([path for path, name in checkpoint_of.items() if name not in kept])
 
     def objects_without_entry(self) -> list[ListedObject]:
-        """Return the objects of files that no file which counts needs, by their names below the
-        run: uploads that are under way or were cut off, or whose entry of the log is lost."""
-        there = list(self._uploads())  # first: what counts by then is no find
+        """Return the objects that no counted file needs, by their names below the run: running or
+        interrupted uploads, and files whose entry of the log is lost."""
+        there = list(self._uploads())  # first: an object that counts by then is not reported
         return self._without_name(there, self.read())
 
     def require_no_files(self) -> None:
-        """Raise ``CorruptionError`` if there are files of a run whose log is lost: who has nothing
-        must not begin anew over them."""
+        """Raise ``CorruptionError`` if there are files of a run whose log is lost: a machine
+        without files must not begin anew over them."""
         found = {each.name for each in self._uploads()}
         files = sorted(name for name in found if name + DIGEST_SUFFIX in found)
         if files:
@@ -235,21 +235,21 @@ class MirroredFiles(Mirror):
             )
 
     def sweep(self) -> int:
-        """Delete what was uploaded a day ago or before that, and never counted; how many objects.
-        Call it after ``claim``: the entry of that says what time it is in the store."""
+        """Delete uploads that are a day old or older, and never counted; return the number of
+        objects. Call it after ``claim``, whose entry shows the store's time."""
         # The store's clock: those of the machines may be wrong.
         now = next((each.modified for each in self._objects.list(LOG)), 0.0)
         found = self._without_name(self._uploads(), self.state)
         old = {each.name for each in found if each.modified < now - GRACE_S}
         files = {name for name in old if name.startswith(OWN) or name + DIGEST_SUFFIX in old}
-        # What is elsewhere and has no digest beside it, somebody else put there.
+        # Objects elsewhere without a digest beside them are of another program.
         ours = sorted(old & {name + more for name in files for more in ("", DIGEST_SUFFIX)})
         if ours:
             self._objects.delete(ours)
         return len(ours)
 
     def _uploads(self) -> Iterator[ListedObject]:
-        for after in ("", f"{LOG[:-1]}0"):  # the log may be long, and is passed over
+        for after in ("", f"{LOG[:-1]}0"):  # the log may be long, and is skipped
             for each in self._objects.list("", after):
                 if each.name.startswith(LOG):
                     break
@@ -263,7 +263,7 @@ class MirroredFiles(Mirror):
 
     def open(self, filed: FileAdded) -> ObjectFile:
         """Return a file, open for reading; close it. Its loads raise ``CorruptionError`` if it is
-        not there (any more): then ``read`` says what is."""
+        not there (any more): call ``read`` again then."""
         own = PackedFile(filed.path, filed.size, *(np.zeros((2, 0), np.int64)))
         objects = [FileObject(filed.name, filed.size, filed.digest)]
         return ObjectFile(self.name, own, objects, self._objects.load)
@@ -273,8 +273,8 @@ class MirroredFiles(Mirror):
         self.open(filed).write(number, filed.path, advance)
 
     def check_file(self, filed: FileAdded, advance: Callable[[int], None]) -> None:
-        """Read all of a file, and what is beside it. Raises ``CorruptionError`` if one of them is
-        not there as it was uploaded."""
+        """Read all of a file, and the digest beside it. Raise ``CorruptionError`` if one of them is
+        missing or damaged."""
         for size in self._objects.read_file(filed.name, filed.size, filed.digest):
             advance(size)
 
@@ -284,7 +284,7 @@ class MirroredFiles(Mirror):
             self.note(facts[start : start + FACTS_MAX])
 
     def _sweep_away(self, names: Sequence[str]) -> None:
-        """Delete what does not count any more. What fails is done by ``sweep``, a day later."""
+        """Delete objects that do not count any more. ``sweep`` repeats it, a day later."""
         with contextlib.suppress(PortusError):
             self._delete(names)
 

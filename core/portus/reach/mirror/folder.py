@@ -1,10 +1,10 @@
 """Objects as files below a directory, on a network file system as a rule.
 
-Theory. What is written goes to a file of its own in ``.partial`` first, and is synced; then its
-name is made, and the directory synced. ``put`` renames, which replaces; ``create`` links, which
-fails if the name is there. So a name is there with all of its bytes or not at all, whenever the
-power goes, and of several makers one wins, on any number of hosts. Where there are no hard links
-nothing is created: whatever else there is (O_EXCL) shows half of an object, or keeps it for good.
+Theory. A writer first writes and syncs a file of its own in ``.partial``; then it makes the file's
+name, and syncs the directory. ``put`` renames, which replaces; ``create`` links, which fails if the
+name exists. So an object is either complete or absent, whenever the power fails, and of several
+makers one wins, on any number of hosts. Without hard links nothing is created: the alternative
+(O_EXCL) shows half of an object, or keeps it forever.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from portus.reach.mirror.names import (
 from portus.reach.mirror.store import ListedObject, MissingError, Part, UnwritableError
 
 PARTIAL: Final = ".partial"
-"""Below the root: what is being written."""
+"""The folder, below the root, of unfinished files."""
 
 PARTIAL_S_MAX: Final = 24 * 3600.0
-"""Older ones are of nobody, and are removed when a folder is opened and written to."""
+"""Seconds. Older unfinished files have no writer; a folder's first write removes them."""
 
 _NO_LINKS: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _AWAY: Final = (
     *(errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
     *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 )
-"""The server of a network file system does not answer."""
+"""Errors of a network file system whose server does not answer."""
 
 _REFUSED: Final = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
@@ -52,8 +52,8 @@ _SIZE_MAX: Final = 1 << 30
 
 
 class Folder:
-    """``Store`` below the directory ``root``, an absolute path; it is made by the first object.
-    Nothing stays open."""
+    """``Store`` below the directory ``root``, an absolute path; the first object makes it. No file
+    stays open."""
 
     def __init__(self, root: str) -> None:
         self._root: Final = root
@@ -77,7 +77,7 @@ class Folder:
 
     def copy(self, name: str, target: str, size: int) -> bool:
         with self._translate_errors(UnwritableError), self._open(name) as (path, _):
-            # No object is ever written to in place, so two may be one file.
+            # No write changes an object in place, so two may share one file.
             new = self._path(target)
             self._make_safe(os.path.dirname(new))
             self._files.link(path, new)
@@ -130,13 +130,13 @@ class Folder:
 
     @contextlib.contextmanager
     def _translate_errors(self, refusal: type[UsageError] = UsageError) -> Iterator[None]:
-        """What became of a call of the system, in the words of a store. refusal: raised where this
-        process may not do that."""
+        """Raise errors of the system as those of a store. refusal: the class for a missing
+        right."""
         try:
             yield
         except MediumError as error:
-            if error.errno == errno.ENOENT:  # somebody removed a directory: it is made again
-                # Not the root: if it is gone, what is mounted there may be.
+            if error.errno == errno.ENOENT:  # another process removed a directory: make it again
+                # Not the root: if it is gone, a mount may be missing.
                 self._safe.intersection_update({self._root, os.path.join(self._root, PARTIAL)})
             if error.errno in _AWAY:
                 raise TransportError(f"{error.strerror}; it is tried again") from error
@@ -154,7 +154,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _write_partial(self, parts: Iterable[Part]) -> Iterator[str]:
-        """A file of ``parts``, synced, under a name that is gone at the end."""
+        """Write a file of ``parts``, sync it, and yield its path, which is removed at the end."""
         home = os.path.join(self._root, PARTIAL)
         is_first = home not in self._safe
         self._make_safe(home)
@@ -192,8 +192,8 @@ class Folder:
         return True
 
     def _make_safe(self, directory: str) -> None:
-        """The directory is there and survives, and so does all between the root and it. Once for
-        each: another process may have made one, and not synced it yet."""
+        """Make the directory durable, and all above it up to the root. Does it once for each:
+        another process may have made one, and not synced it yet."""
         if directory in self._safe:
             return
         if directory != self._root:
@@ -204,12 +204,12 @@ class Folder:
         for each in reversed(missing):
             with naming_call("create", each), contextlib.suppress(FileExistsError):
                 os.mkdir(each)
-            # A new directory is itself a name in the one above, which must be durable, too.
+            # A new directory is a name in its parent, which must be durable, too.
             self._files.sync(os.path.dirname(each))
         self._safe.add(directory)
 
     def _sweep(self, home: str, fresh: str) -> None:
-        """Remove what writers that were killed left. ``fresh`` says what time it is there."""
+        """Remove files that killed writers left. ``fresh`` shows the server's time."""
         with naming_call("look at", fresh):
             now = os.stat(fresh).st_mtime_ns
         for name in self._files.entries(home):
@@ -236,7 +236,7 @@ class Folder:
 
     @staticmethod
     def _fill(path: str, number: int, start: int, view: memoryview) -> int:
-        """How many bytes of ``view`` the file had, from ``start`` on."""
+        """Fill ``view`` with a file's bytes from ``start`` on; return how many it has there."""
         done = 0
         while done < len(view):
             piece = view[done : done + _SIZE_MAX]
@@ -248,8 +248,8 @@ class Folder:
         return done
 
     def _walk(self, directory: str, before: str, after: str) -> Iterator[ListedObject]:
-        """What is below ``directory``, whose names begin with ``before``, in the order of all
-        names: that of "a" before "a/b", and of "a-b" before both of "a/b"."""
+        """Yield the objects below ``directory``, whose names begin with ``before``, in the order of
+        whole names: "a" before "a/b", and "a-b" before both of "a/b"."""
         try:
             with os.scandir(directory) as found:
                 entries = sorted((each.name + "/" * each.is_dir(), each.path) for each in found)
@@ -259,7 +259,7 @@ class Folder:
             raise file_error("list", directory, error) from error
         for name, path in entries:
             full = before + name
-            if not is_name(name.rstrip("/")):  # what is being written, and what is not ours
+            if not is_name(name.rstrip("/")):  # unfinished files, and files of other programs
                 continue
             if name.endswith("/"):
                 if full > after or after.startswith(full):

@@ -1,7 +1,7 @@
 """Objects on a storage host: ``portus://host:7117`` as the place of a mirror.
 
-They are the tenant's, beside its pool; what the host promises of an object is what every store does
-(``reach.mirror.store``). A connection for each request that is under way, four at most as a rule.
+The objects are the tenant's, beside its pool; the host promises the same as every store does
+(``reach.mirror.store``). Each running request has a connection, as a rule four at most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from portus.reach.transport.host import Links
 from portus.reach.transport.stream import Link
 
 _ANSWER_S: Final = 60.0
-"""The longest that a host may say nothing while it makes an object durable."""
+"""The longest silence of a host while it makes an object durable."""
 
 
 class HostStore:
@@ -35,8 +35,8 @@ class HostStore:
         credentials: Credentials | None = None,
         answer_s: float = _ANSWER_S,
     ) -> None:
-        """Asks nobody. credentials: those of the environment if not given. answer_s: the longest
-        that the host may say nothing."""
+        """Make no request yet. credentials: by default those of the environment. answer_s: the
+        longest silence of the host."""
         self._address: Final = address
         self._prefix: Final = f"{prefix}/" if prefix else ""
         self._credentials: Final = credentials
@@ -131,7 +131,7 @@ class HostStore:
 
     @contextlib.contextmanager
     def _using(self, link: Link) -> Iterator[None]:
-        """``close`` ends what is under way."""
+        """Let ``close`` end the request inside."""
         with self._guard:
             if self._closed:
                 raise TransportError(f"{self._address}: closed")

@@ -1,13 +1,13 @@
 """The log of a mirror: read, claimed and appended to.
 
-Theory. Entry n is created if absent, by whoever knows all entries before it. So for each number one
-entry comes to be, all see the same one, and its writer knew what it follows. An entry counts if no
-earlier one has a higher term; a claim takes the term after the highest. So who had the term before
-learns of the claim at his next entry: its place is taken.
+Theory. Entry n is created if absent, by a writer that knows all entries before it. So each number
+gets one entry, all see the same one, and its writer knew its predecessors. An entry counts if no
+earlier one has a higher term; a claim takes the term after the highest. So the former holder learns
+of the claim at the next entry: its place is taken.
 
-What was sent may land later than its answer was given up. Its place is the next free one; nothing
-else of this writer is decided before that place is filled, by it or by another (M2). From then on
-it cannot land.
+A request may take effect after its sender gave up. Its place is the next free one; this writer
+decides nothing else before that place is filled, by it or by another (M2). From then on the request
+cannot take effect.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from portus.reach.mirror.objects import (
 _log: Final = logging.getLogger("portus")
 
 _ABSENT_MAX: Final = 8
-"""Times that a place was taken and nothing was there, one after another, until that is an error."""
+"""Times in a row that a store may call an entry both existing and missing, before an error."""
 
 
 class SupersededError(BusyError):
-    """Another writer took the term. ``passing``: only to take away or to collect, so it may be
-    claimed again."""
+    """Another writer took the term. ``passing``: only to remove or to collect, so it may be claimed
+    again."""
 
     def __init__(self, message: str, *, passing: bool) -> None:
         super().__init__(errno.EBUSY, message)
@@ -70,14 +70,14 @@ class SupersededError(BusyError):
 
 @dataclass(frozen=True, slots=True)
 class _KnownLog:
-    """What a log said when it was read last. damage: why entries could not be read, since the last
-    whole state."""
+    """The state of a log when it was read last. damage: the errors of entries that could not be
+    read, since the last whole state."""
 
     state: State
     damage: tuple[CorruptionError, ...] = ()
 
     def append(self, found: LogEntry | CorruptionError) -> _KnownLog:
-        """Return the log with its next entry, or with why that cannot be read."""
+        """Return the log with its next entry, or with the error of reading that."""
         number = self.state.number + 1
         if isinstance(found, CorruptionError):
             return _KnownLog(fold(self.state, number, None), (*self.damage, found))
@@ -85,16 +85,15 @@ class _KnownLog:
 
 
 class MirrorLog:
-    """The log of one model: what it says, and this writer's end of it. One thread at a time, but
-    for ``read``.
+    """The log of one model, and this writer's end of it. One thread at a time, but for ``read``.
 
-    It is listed once, by the first read or claim. From then on it is read forward, an entry at a
-    time, and listed again only where many were made meanwhile.
+    The first read or claim lists it. From then on it is read forward, an entry at a time, and
+    listed again only if many entries were made meanwhile.
     """
 
     def __init__(self, objects: ModelObjects, seal: Seal, newest: int | None = None) -> None:
-        """newest: the number of an entry that is there, 0 for none: taken for the newest, instead
-        of a list, by the first read."""
+        """newest: the number of an existing entry, 0 for none. The first read takes it for the
+        newest, instead of a list."""
         self._objects: Final = objects
         self._model: Final = objects.model
         self._seal: Final = seal
@@ -102,17 +101,17 @@ class MirrorLog:
         self._newest = newest
         self._term: int | None = None
         self.state = State()
-        """What this writer knows of it. Others may have appended since."""
+        """The state that this writer knows. Others may have appended since."""
 
     @property
     def damage(self) -> Sequence[CorruptionError]:
-        """Why entries could not be read when it was read or claimed last, one for each. A claim
-        says anew what is known, and then there are none."""
+        """The errors of the entries that could not be read, one for each, at the last read or
+        claim. A claim repeats what is known, and then there are none."""
         return () if self._known is None else self._known.damage
 
     @property
     def is_claimed(self) -> bool:
-        """True from a claim until it was found to be superseded."""
+        """True from a claim until this writer finds that another one superseded it."""
         return self._term is not None
 
     def require(self) -> None:
@@ -121,16 +120,16 @@ class MirrorLog:
             raise self._superseded_error()
 
     def read(self) -> State:
-        """Return what it says now; what this writer knows stays. Entries that are damaged are
-        passed over, with an error in the log of Python.
+        """Return the present state; ``state`` stays as it is. Damaged entries are skipped, with an
+        error in the log of Python.
 
-        Raises ``CorruptionError`` if all are, ``UsageError`` if a newer Portus wrote it, or if it
-        needs a key.
+        Raises ``CorruptionError`` if all are damaged, ``UsageError`` if a newer Portus wrote the
+        log, or if it needs a key.
         """
         return self._read().state
 
     def confirm(self) -> None:
-        """Read it, and raise ``SupersededError`` if another writer took the term by now."""
+        """Read the log, and raise ``SupersededError`` if another writer took the term by now."""
         state = self.read()
         if (state.term, state.writer) != (self.state.term, self.state.writer):
             self._term = None
@@ -144,8 +143,8 @@ class MirrorLog:
         first: Sequence[Fact] = (),
         at: int | None = None,
     ) -> State:
-        """Begin a term. writer: random; another one for each claim. first: what the first entry of
-        all says besides. at: the number of the entry that this follows; raises ``StaleError`` if
+        """Begin a term. writer: random, and new for each claim. first: further facts of the log's
+        very first entry. at: the number of the entry before this one; raises ``StaleError`` if
         another one came in between."""
         self._term = None
         known = self._read()
@@ -153,10 +152,10 @@ class MirrorLog:
         for _ in range(NUMBER_MAX):
             if at is not None and self.state.number != at:
                 raise StaleError(f"the mirror of model {self._model!r}: another entry came first")
-            # One that is damaged may have been a claim: then its term is another one than this.
+            # A damaged entry may have been a claim: then its term differs from this one.
             term = self.state.term + 1 + len(known.damage)
             facts: tuple[Fact, ...] = (claimed,) if self.state.number else (claimed, *first)
-            # Behind what cannot be read, it says all that is known: nobody looks at that any more.
+            # After damaged entries it has the whole state, so readers need not look at those.
             entry = LogEntry(self._model, term, writer, facts)
             if self._put(entry, is_whole=bool(known.damage)):
                 self._term, self._known = term, _KnownLog(self.state)
@@ -164,8 +163,9 @@ class MirrorLog:
         return self.state
 
     def append(self, facts: Sequence[Fact]) -> State:
-        """Say ``facts``, all or none; when this returns, they count. What is sent and raises may
-        count, now or later: the next call settles that before it does anything else.
+        """Append ``facts``, all or none; when this returns, they count. If this raises after a
+        request, they may count, now or later: the next call settles that before it does anything
+        else.
 
         Raises ``SupersededError`` if another writer took the term, at once or before.
         """
@@ -178,7 +178,7 @@ class MirrorLog:
             mine = self._put(entry)
             if mine:
                 return self.state
-            # An entry in this place is no defeat by itself: it may be one that does not count.
+            # An entry in this place need not be a claim: it may be one that does not count.
             if self.state.term != self._term or self.state.writer != entry.writer:
                 self._term = None
                 raise self._superseded_error()
@@ -193,8 +193,8 @@ class MirrorLog:
         )
 
     def _put(self, entry: LogEntry, *, is_whole: bool = False) -> bool:
-        """Make it the next one; False if another is in its place, which the state has now.
-        is_whole: with all that the log says."""
+        """Make ``entry`` the next one. Return False if another one is in its place; the state has
+        that now. is_whole: with the whole state."""
         number = self.state.number + 1
         state = fold(self.state, number, entry)
         # So a start reads 17 entries at most, however long the log is.
@@ -203,9 +203,9 @@ class MirrorLog:
         data = self._seal.entry(number, entry)
         for _ in range(_ABSENT_MAX):
             made = self._objects.create(entry_name(number), data)
-            # The name is taken: by this very request, which was repeated, or by another writer.
+            # A taken name may be this very request's, which was repeated, or another writer's.
             there = data if made else self._objects.get(entry_name(number))
-            if there == data:  # made now, or by a request that was repeated (M1)
+            if there == data:  # made now, or by a repeated request (M1)
                 self.state = state
                 return True
             if there is not None:
@@ -238,7 +238,7 @@ class MirrorLog:
         return known
 
     def _newest_entry(self) -> int:
-        """The number of the newest entry, or of one before it; 0 if there is none."""
+        """Return the number of the newest entry, or of one before it; 0 if there is none."""
         newest, self._newest = self._newest, None
         if newest is not None:
             return newest
@@ -249,9 +249,9 @@ class MirrorLog:
         return 0
 
     def _onward(self, known: _KnownLog, most: int) -> _KnownLog | None:
-        """Return the log with the entries behind those that are known; None if there are more than
+        """Return the log with the entries after the known ones; None if there are more than
         ``most`` of them."""
-        for _ in range(most + 1):  # a list lacks what was made just before it, and no more
+        for _ in range(most + 1):  # a list lacks only entries made just before it
             number = known.state.number + 1
             data = self._objects.get(entry_name(number))
             if data is None:
@@ -260,7 +260,7 @@ class MirrorLog:
         return None
 
     def _unread(self, damage: Sequence[CorruptionError]) -> PortusError:
-        """Why none of the entries could be read."""
+        """Return the error of a log of which no entry could be read."""
         what = f"the mirror of model {self._model!r}: none of the {len(damage)} entries of its log"
         if all(isinstance(error, SealError) for error in damage):
             return UsageError(
@@ -273,7 +273,7 @@ class MirrorLog:
         entries: dict[int, LogEntry | CorruptionError] = {}
         first, known = newest - newest % STRIDE, _KnownLog(State())
         after = newest + 1
-        while after > 1:
+        while after > 1:  # back to the newest entry that has the whole state
             numbers = range(max(first, 1), after)
             found = self._objects.get_all([entry_name(number) for number in numbers])
             for number, data in zip(numbers, found, strict=True):
@@ -288,7 +288,7 @@ class MirrorLog:
         return known
 
     def _decode(self, number: int, data: bytes | None) -> LogEntry | CorruptionError:
-        """Return an entry, or why it cannot be read."""
+        """Return an entry, or the error of reading it."""
         try:
             if data is None:
                 raise CorruptionError(f"{entry_name(number)} is missing")
@@ -301,13 +301,13 @@ class MirrorLog:
 
 
 def fold(state: State, number: int, entry: LogEntry | None) -> State:
-    """What a log says with the next entry. None: one that cannot be read."""
+    """Return the state of a log after the next entry. None: one that cannot be read."""
     assert number == state.number + 1
     state = replace(state, number=number)
-    # By a writer that was superseded meanwhile.
+    # A lower term is of a writer that was superseded meanwhile.
     if entry is None or entry.term < state.term:
         return state  # it does not count
-    if entry.term > state.term:  # by a claim; also where that is damaged
+    if entry.term > state.term:  # by a claim, even a damaged one
         state = replace(state, term=entry.term, writer=entry.writer, who="", passing=False)
     return _with_facts(state, entry) if entry.writer == state.writer else state
 

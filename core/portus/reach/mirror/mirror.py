@@ -1,4 +1,4 @@
-"""The mirror of one model in a store: what saves and loads use. Why it is a log: decision 0141."""
+"""The mirror of one model in a store, for saves and loads. Decision 0141 says why it is a log."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from portus.reach.versions.parallel import abreast
 
 @dataclass(frozen=True, slots=True)
 class MirroringCost:
-    """What mirroring a version took. ``put_bytes`` of ``objects`` that were put; the rest of the
-    version was there."""
+    """The cost of mirroring a version: ``put_bytes`` of ``objects`` that were put. The store had
+    the rest of the version."""
 
     added: Added
     objects: int
@@ -53,7 +53,7 @@ class OpenMirrored:
     parts: Sequence[ObjectFile]
 
     def files(self) -> dict[str, ObjectFile]:
-        """The files by their names."""
+        """Return the files by their names."""
         return {each.file.name: each for each in self.parts}
 
 
@@ -62,12 +62,11 @@ class NotMirroredError(UsageError):
 
 
 class Mirror(Writer):
-    """The mirror of one model. Whoever made the store closes it. One thread at a time, but for
-    ``read`` and ``open_version``; an object that reads may be another one than the object that
-    writes.
+    """The mirror of one model. The maker of the store closes it. One thread at a time, but for
+    ``read`` and ``open_version``; one object may read while another one writes.
 
-    All raise what the store raises, and ``UsageError`` if the mirror needs a key, or a newer Portus
-    wrote it.
+    All methods raise what the store raises, and ``UsageError`` if the mirror needs a key, or a
+    newer Portus wrote it.
     """
 
     def __init__(
@@ -79,22 +78,22 @@ class Mirror(Writer):
         name: str = "mirror",
         newest: int | None = None,
     ) -> None:
-        """Asks nothing. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest: the
-        number of an entry of the log that is there, if that is known: it saves the list."""
+        """Make no request. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest:
+        the number of an existing entry of the log, if that is known: it saves the list."""
         super().__init__(ModelObjects(store, model, name), Seal(key), newest)
         self.model: Final = model
         self.name: Final = name
 
     @property
     def damage(self) -> Sequence[CorruptionError]:
-        """Why entries of the log could not be read when it was read or claimed last, one for each.
-        A claim says anew what is known, and then there are none."""
+        """The errors of the entries that could not be read, one for each, at the last read or
+        claim. A claim repeats what is known, and then there are none."""
         return self._log.damage
 
     def read(self) -> State:
         """Return what the log says now: one page of a list, and up to 17 small reads; from the
-        second call on a small read, and one for each entry that was appended since. Entries that
-        are damaged are passed over, with an error in the log of Python."""
+        second call on one small read, and one for each new entry. Damaged entries are skipped, with
+        an error in the log of Python."""
         return self._log.read()
 
     def copy(
@@ -106,17 +105,17 @@ class Mirror(Writer):
         *,
         damaged: Collection[str] | None = None,
     ) -> MirroringCost:
-        """Mirror a version of a pool, by its id, and say ``facts`` with it, all or none. When this
-        returns, it is told.
+        """Mirror a version of a pool, by its id, and note ``facts`` with it, all or none. When this
+        returns, the version counts.
 
-        damaged: of a version that is there already, the objects that are sent again: it is mended
-        so, keeps its place, and what it had before is collected later. Its other objects stay; if
-        its manifest cannot be read, all are sent.
-        Pins the version meanwhile. Raises ``SupersededError``, ``StoppedError`` within a request
-        after ``stop`` is set, ``StaleError`` if the version is not in the pool (any more),
-        ``CorruptionError`` if the pool's bytes are not those that were saved, and
-        ``NotMirroredError``. Whatever it raises, the same call may be made again; what arrived is
-        not sent again.
+        damaged: of a version that is there already, the objects to send again. The repaired version
+        keeps its place, and its earlier objects are collected later. Its other objects stay; if its
+        manifest cannot be read, all are sent. Pins the version meanwhile.
+
+        Raises ``SupersededError``, ``StoppedError`` within a request after ``stop`` is set,
+        ``StaleError`` if the version is not in the pool (any more), ``CorruptionError`` if the
+        pool's bytes are not those that were saved, and ``NotMirroredError``. After any error the
+        same call may be made again; it sends no object that has arrived.
         """
         with reader.pin(version) as entry:
             source = _Source(reader, reader.record(entry), stop, self._objects)
@@ -127,15 +126,14 @@ class Mirror(Writer):
             return MirroringCost(added, source.objects, source.put_bytes)
 
     def manifest(self, added: Added) -> ReadManifest:
-        """What is mirrored of a version, and where. Raises ``CorruptionError``, or ``StaleError``
-        if it was removed meanwhile: read the log again."""
+        """Return the manifest of a mirrored version. Raises ``CorruptionError``, or ``StaleError``
+        if the version was removed meanwhile: read the log again."""
         with self._meanwhile(added):
             return read_manifest(self._objects, self._seal, added.manifest)
 
     @contextlib.contextmanager
     def open_version(self, added: Added) -> Iterator[OpenMirrored]:
-        """Open the files of a version for reading. Raises as ``manifest``, and so do their
-        loads."""
+        """Open the files of a version for reading. Raises as ``manifest``; so do their loads."""
         version = self.manifest(added)
 
         def load(name: str, start: int, into: memoryview) -> None:
@@ -153,8 +151,8 @@ class Mirror(Writer):
                 each.close()
 
     def find_damage(self, added: Added, stop: Stop) -> frozenset[str]:
-        """The objects of a version that are not there as they were sent; for ``copy``. Reads all of
-        it. Raises as ``manifest``, and ``StoppedError``."""
+        """Return the names of the missing and damaged objects of a version, for ``copy``. Reads all
+        of it. Raises as ``manifest``, and ``StoppedError``."""
 
         def find(each: FileObject) -> str | None:
             try:
@@ -172,20 +170,20 @@ class Mirror(Writer):
         return damaged
 
     def check(self, added: Added, advance: Advance) -> None:
-        """Raise ``CorruptionError``, naming it, if an object of a version is not there as it was
-        sent. Reads all of them. Raises as ``manifest``. advance: told of bytes that were read."""
+        """Raise ``CorruptionError``, naming it, if an object of a version is missing or damaged.
+        Reads all of them. Raises as ``manifest``. advance: called with counts of read bytes."""
         with self._meanwhile(added):
             for each in self.manifest(added).manifest.objects().values():
                 for size in self._read(each):
                     advance(size)
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
-        """Send again what of a version is not there as it was sent, from a pool that has the same
-        one by its id; how many objects. Raises as ``copy``."""
+        """Send the missing and damaged objects of a version again, from a pool that has it under
+        the id ``version``. Return the number of objects. Raises as ``copy``."""
         try:
             damaged = self.find_damage(added, stop)
         except CorruptionError:
-            damaged = frozenset()  # it is the manifest: all of it is sent
+            damaged = frozenset()  # the manifest is damaged: all objects are sent
         else:
             if not damaged:
                 return 0
@@ -197,7 +195,7 @@ class Mirror(Writer):
 
     @contextlib.contextmanager
     def _meanwhile(self, added: Added) -> Iterator[None]:
-        """Tell what is missing because the version was removed meanwhile from damage."""
+        """Raise ``StaleError`` in place of damage if the version was removed meanwhile."""
         try:
             yield
         except CorruptionError:
@@ -205,7 +203,7 @@ class Mirror(Writer):
             raise
 
     def _require(self, added: Added) -> None:
-        """Raise ``StaleError`` if a version is there no more."""
+        """Raise ``StaleError`` if a version is not in the mirror any more."""
         if all(each.manifest != added.manifest for each in self.read().versions):
             raise StaleError(
                 f"{self.name}: step {added.step} of model {self.model!r} was removed while "
@@ -214,13 +212,13 @@ class Mirror(Writer):
 
 
 def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
-    """Return the models that have a mirror in a store, sorted, and the newest entry of the log of
-    each. Two lists for each of them, and one to see that there are no more; of one whose name is
-    long a read, too, which raises ``CorruptionError``, and as ``Mirror``."""
+    """Return the models that have a mirror in a store, sorted, and the number of the newest entry
+    of each log. Makes two lists for each model, and one at the end. A long name costs a read, too,
+    which raises ``CorruptionError``, and as ``Mirror``."""
     found = {}
     for first in firsts(store):
         prefix, slash, name = first.name.partition("/")
-        if slash and not name.startswith(LOG):  # a file of a run, or of somebody else
+        if slash and not name.startswith(LOG):  # a file of a run, or of another program
             first = next(store.list(f"{prefix}/{LOG}"), first)
         number = entry_number(first.name.removeprefix(f"{prefix}/"))
         if number is not None:
@@ -230,22 +228,22 @@ def models(store: Store, *, key: bytes | None = None) -> dict[str, int]:
 
 
 def firsts(store: Store) -> Iterator[ListedObject]:
-    """The first object of each folder of a store, and each object beside them. A list for each, and
-    one to see that there are no more."""
+    """Yield the first object of each folder of a store, and each object beside the folders. Makes a
+    list for each, and one at the end."""
     after = ""
     while (first := next(store.list("", after), None)) is not None:
         yield first
         folder, slash, _ = first.name.partition("/")
-        after = folder + chr(ord("/") + 1) if slash else first.name
+        after = folder + chr(ord("/") + 1) if slash else first.name  # behind all of the folder
 
 
 class _Source:
-    """The bytes of a pinned version, as the objects that its files are."""
+    """The bytes of a pinned version, cut into the objects of its files."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, stop: Stop, objects: ModelObjects
     ) -> None:
-        """objects: where they go."""
+        """Open the version. objects: the target. Raises ``NotMirroredError``."""
         self._reader: Final = reader
         self._objects: Final = objects
         self._info: Final = record.info
@@ -260,7 +258,7 @@ class _Source:
         self.put_bytes = 0
 
     def version(self) -> Version:
-        """What there is to mirror."""
+        """Return the version to mirror."""
         files, in_pieces = self._bytes.files, not isinstance(self._objects.store, FileStore)
         return Version(
             info=self._info,
@@ -273,7 +271,7 @@ class _Source:
         )
 
     def put(self, wanted: WantedObject) -> FileObject:
-        """Put an object of the version, and what is beside it; return what was put."""
+        """Put an object of the version, and its digest beside a whole file; return the object."""
         data = self._bytes.read(wanted.number, wanted.start, wanted.size)
         if isinstance(self._objects.store, FileStore):
             sent = self._objects.put_file(wanted.name, _in_parts(data), wanted.size)
@@ -286,13 +284,13 @@ class _Source:
         return FileObject(wanted.name, wanted.size, sent)
 
     def _cut(self, number: int) -> list[Piece]:
-        """The pieces of a file."""
+        """Return the pieces of a file."""
         digests = [each.tobytes() for each in self._bytes.digests_of(number)]
         return pieces_of(self._bytes.files[number], digests, partial(self._bytes.around, number))
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[Part]:
-    """The same bytes, small pieces together."""
+    """Yield the same bytes, small pieces together."""
     held, size = list[memoryview](), 0
     for piece in pieces:
         if held and size + len(piece) > PART_SIZE:

@@ -1,7 +1,7 @@
-"""All mirrors at an address, one for each model; and which version a URL means.
+"""All mirrors at an address, one for each model; and the version that a URL names.
 
-``s3://bucket/runs/gpt@1000`` says where the mirrors are, of which model, and which step. A prefix
-and the name of a model may both have slashes: the mirror that is there decides.
+``s3://bucket/runs/gpt@1000`` names the address of the mirrors, the model, and the step. A prefix
+and the name of a model may both have slashes: the existing mirror decides.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SHOWN: Final = 20
 """Models that an error lists."""
 
 _LOOKED_AT: Final = 1000
-"""Objects that are looked at before there is said to be no mirror."""
+"""Objects to look at before reporting that there is no mirror."""
 
 
 class Mirrors:
-    """All mirrors at an address. Sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
+    """All mirrors at an address, sealed with ``$PORTUS_MIRROR_KEY``, if it is set. Close it."""
 
     def __init__(self, address: StoreAddress) -> None:
-        """Asks nobody yet. Raises as ``open_store``."""
+        """Make no request yet. Raises as ``open_store``."""
         self.address: Final = address
         self._store: Final[Store] = open_store(address)
         self._key: Final = key_from_environment()
@@ -43,7 +43,7 @@ class Mirrors:
         return list(models(self._store, key=self._key))
 
     def of(self, model: str) -> Mirror:
-        """Return the mirror of a model, which need not exist. It ends when this is closed."""
+        """Return the mirror of a model, which need not exist. It is closed with this object."""
         return Mirror(self._store, model, key=self._key, name=str(self.address))
 
     @property
@@ -52,23 +52,23 @@ class Mirrors:
         return isinstance(self._store, FileStore)
 
     def files_of(self, run: str) -> MirroredFiles:
-        """Return the mirrored files of a run. It ends when this is closed. Raises ``UsageError``
-        for a storage host, which has none."""
+        """Return the mirrored files of a run; they are closed with this object. Raises
+        ``UsageError`` for a storage host, which has none."""
         if not isinstance(self._store, FileStore):
             raise UsageError(f"{self.address}: a storage host has no mirrors of files")
         return MirroredFiles(self._store, run, str(self.address))
 
     def has(self, model: str) -> bool:
-        """True if there is one of that model. One request."""
+        """Return whether the model has a mirror here. Makes one request."""
         return next(self._store.list(prefix_of(model) + LOG), None) is not None
 
     def has_files_alone(self) -> bool:
-        """True if there are files of runs whose log is lost. A list."""
+        """Return whether there are files of runs whose log is lost. Makes a list."""
         found = itertools.islice(self._store.list(""), _LOOKED_AT)
         return any(each.name.endswith(DIGEST_SUFFIX) for each in found)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._store.close()
 
     def __enter__(self) -> Mirrors:
@@ -85,7 +85,7 @@ class Mirrors:
 
 @dataclass(frozen=True, slots=True)
 class MirrorUrl:
-    """What a URL means: where, of which model, and which step, or None for no one in particular."""
+    """The parts of a URL: address, model, and step, which is None if the URL names none."""
 
     address: StoreAddress
     model: str
@@ -93,9 +93,10 @@ class MirrorUrl:
 
 
 def resolve(url: str, what: str = "mirror") -> MirrorUrl:
-    """What ``<mirror>/<model>`` or ``<mirror>/<model>@<step>`` means; or ``<mirror>`` alone, with
-    or without ``@<step>``, where that has one model. Asks the store: a list for each slash, from
-    the last one on. Raises ``UsageError`` if it means none, and what the store raises."""
+    """Return the meaning of ``<mirror>/<model>`` or ``<mirror>/<model>@<step>``; or of
+    ``<mirror>``, with or without ``@<step>``, where that has one model. Makes a list for each
+    slash, the last one first. Raises ``UsageError`` if the URL names no mirror, and what the store
+    raises."""
     said = _STEP.fullmatch(url)
     texts = [(url, None)] if said is None else [(said[1], int(said[2])), (url, None)]
     for text, step in texts:

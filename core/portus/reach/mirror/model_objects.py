@@ -1,5 +1,5 @@
-"""``ModelObjects``: the objects of one model in a store: requests side by side, files with their
-digest beside them, and the check of both."""
+"""``ModelObjects``: the objects of one model in a store, with requests in parallel, and digests
+beside files and their checks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Par
 from portus.reach.versions.parallel import abreast, in_any_order
 
 ABREAST: Final = 4
-"""Requests that are under way at once."""
+"""Requests at once."""
 
 Advance = Callable[[int], object]
-"""Told of bytes that were read."""
+"""Called with counts of read bytes."""
 
 _Item = TypeVar("_Item")
 
 
 class ModelObjects:
-    """See the module. Names are below the prefix of the model. All raise what the store raises.
+    """See the module. Names are below the prefix of the model. All methods raise what the store
+    does.
 
-    What decides which requests to make, and in which order, makes them here alone: so tests can run
-    it in every history that a store may have.
+    All requests are made here, so that tests can run the rest in every history of a store.
     """
 
     def __init__(self, store: Store, model: str, where: str = "mirror") -> None:
-        """Asks nothing. Whoever made the store closes it. where: the store, for messages."""
+        """Make no request. The maker of the store closes it. where: the store, for messages."""
         self.store: Final = store
         self.model: Final = model
         self.where: Final = where
@@ -43,21 +43,21 @@ class ModelObjects:
         return self._prefix + name
 
     def get(self, name: str) -> bytes | None:
-        """Return all of an object; None if it is not there."""
+        """Return all of an object; None if it does not exist."""
         with contextlib.suppress(MissingError):
             return self.store.get(self.path(name))
         return None
 
     def get_all(self, names: Sequence[str]) -> list[bytes | None]:
-        """Return several objects, with None for those that are not there."""
+        """Return several objects, with None for each that does not exist."""
         return list(abreast(self.get, names, ABREAST))
 
     def create(self, name: str, data: bytes) -> bool:
-        """Do as ``Store.create``."""
+        """Create an object as ``Store.create`` does."""
         return self.store.create(self.path(name), data)
 
     def put(self, name: str, data: bytes) -> None:
-        """Do as ``Store.put``."""
+        """Put an object as ``Store.put`` does."""
         self.store.put(self.path(name), data)
 
     def list(self, folder: str, after: str = "") -> Iterator[ListedObject]:
@@ -66,16 +66,16 @@ class ModelObjects:
             yield ListedObject(each.name.removeprefix(self._prefix), each.size, each.modified)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Do as ``Store.delete``."""
+        """Delete objects as ``Store.delete`` does."""
         self.store.delete([self.path(name) for name in names])
 
     def for_each(self, request: Callable[[_Item], None], items: Sequence[_Item]) -> None:
-        """Make a request for each item, side by side, in any order. If it raises, some of them may
+        """Make a request for each item, in parallel, in any order. If it raises, some requests may
         have taken effect."""
         in_any_order(request, items, ABREAST)
 
     def load(self, name: str, start: int, into: memoryview) -> None:
-        """Do as ``Store.get_range``. Raises ``CorruptionError`` also for a missing object."""
+        """Fill memory as ``Store.get_range``; raise ``CorruptionError`` for a missing object."""
         try:
             self.store.get_range(self.path(name), start, into)
         except MissingError as error:
@@ -83,7 +83,7 @@ class ModelObjects:
 
     def put_file(self, name: str, parts: Iterable[Part], size: int) -> bytes:
         """Put a file, ``size`` bytes in ``parts``, and its digest beside it; return the digest.
-        Raises also what asking for a part does."""
+        Raises also the errors of making a part."""
         assert isinstance(self.store, FileStore)
         hasher = xxhash.xxh3_128()
 
@@ -97,8 +97,8 @@ class ModelObjects:
         return hasher.digest()
 
     def copy_file(self, name: str, target: str, size: int, sent: bytes) -> bool:
-        """Put a file that is there, with the digest ``sent``, under another name as well; False if
-        the store copies none that large. Raises ``CorruptionError`` if it is not there."""
+        """Copy an existing file, with the digest ``sent``, to another name. Return False if the
+        store copies none that large. Raises ``CorruptionError`` if the file does not exist."""
         assert isinstance(self.store, FileStore)
         try:
             if not self.store.copy(self.path(name), self.path(target), size):
@@ -109,9 +109,9 @@ class ModelObjects:
         return True
 
     def read_file(self, name: str, size: int, sent: bytes) -> Iterator[int]:
-        """Read all of a file, and what is beside it; yield how many bytes of the file each request
-        read. Raises ``CorruptionError``, naming it, unless they are there as they were sent:
-        ``size`` bytes with the digest ``sent``."""
+        """Read all of a file, and the digest beside it; yield the number of the file's bytes that
+        each request read. Raises ``CorruptionError``, naming the file, unless both are as they were
+        sent: ``size`` bytes with the digest ``sent``."""
         yield from self._read(name, size, sent)
         said = digest_line(name, sent)
         for _ in self._read(name + DIGEST_SUFFIX, len(said), digest(said)):
@@ -134,7 +134,7 @@ class ModelObjects:
             self.load(name, start, part)
             hasher.update(part)
             yield len(part)
-        # No range that was read covers bytes behind the end.
+        # None of the ranges covers bytes behind the end.
         if self._goes_on(name, size):
             raise self._error(name, f"expected {size} bytes, found more")
         self._compare(name, sent, hasher.digest())

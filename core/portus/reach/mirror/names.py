@@ -1,4 +1,4 @@
-"""What every store takes: names of objects, and memory."""
+"""The rules of all stores: names of objects, and memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Final
 from portus.errors import CorruptionError, UsageError
 
 NAME_SIZE_MAX: Final = 900
-"""Less than the least that a store allows (1,024 bytes, Google and S3), for the prefix."""
+"""Bytes. The smallest limit of a store is 1,024 (Google and S3); the rest is for the prefix."""
 
 _SEGMENT: Final = "[A-Za-z0-9_=-][A-Za-z0-9._=-]{0,254}"
-"""No longer than what file systems take."""
+"""At most 255 characters, as in file systems."""
 
 _NAME: Final = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 def is_name(name: str) -> bool:
-    """True if an object may be called so."""
+    """Return whether an object may have this name."""
     return len(name) <= NAME_SIZE_MAX and _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str, where: object) -> str:
-    """``name``, if an object may be called so. Raises ``UsageError``."""
+    """Return ``name``, if an object may have it. Raise ``UsageError`` if not."""
     if is_name(name):
         return name
     raise UsageError(
@@ -32,7 +32,7 @@ def check_name(name: str, where: object) -> str:
 
 
 def check_prefix(prefix: str, where: object) -> str:
-    """``prefix`` without the slash at its end: whole segments, or "". Raises ``UsageError``."""
+    """Return ``prefix``, whole segments or "", without its last slash. Raise ``UsageError``."""
     if not prefix:
         return ""
     if not prefix.endswith("/"):
@@ -41,8 +41,8 @@ def check_prefix(prefix: str, where: object) -> str:
 
 
 def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:
-    """A view of ``into``, of its own, to be filled from byte ``start`` of an object on. Raises
-    ``UsageError``."""
+    """Return a view of the bytes of ``into``, to be filled from byte ``start`` of an object on.
+    Raises ``UsageError``."""
     if into.readonly or not into.c_contiguous or start < 0:
         raise UsageError(
             f"{where}: expected memory to write to, without gaps, and an offset of 0 or more"
@@ -51,5 +51,5 @@ def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:
 
 
 def short(what: str, start: int, expected: int, found: int) -> CorruptionError:
-    """An object that ends before what was asked for."""
+    """Return the error of an object that ends before the requested range does."""
     return CorruptionError(f"{what}: expected {expected} bytes from byte {start} on, found {found}")

@@ -1,9 +1,9 @@
 """``ObjectFile``: a file in a store, open for reading by ranges of its objects.
 
-What is around the storages of a file, and small storages between, is read at once and kept. Larger
-storages are read ahead, several ranges at a time, once it is known which are wanted. Nothing here
-is believed: whoever reads ranges compares the digests in the file. ``write`` compares the digests
-of the objects.
+The bytes around a file's storages, and small storages between, are read at once and kept. Larger
+storages are read ahead, several ranges at a time, once it is known which are wanted. This module
+trusts no bytes: readers of ranges compare the digests in the file, and ``write`` compares the
+digests of the objects.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parallel import abreast, in_any_order
 
 Load = Callable[[str, int, memoryview], None]
-"""Fills memory from a byte of an object on. Raises what a load raises."""
+"""Fills memory from a byte of an object on. Raises the errors of a load."""
 
 _SMALL_ABREAST: Final = 16
-"""The same for requests that are small: an answer is waited for, not its bytes."""
+"""Requests at once, if they are small: most of their time is the wait for an answer."""
 
 _SMALL: Final = 2 << 20
 """Bytes of a request, on average, below which it counts as small."""
 
 _GAP: Final = 256 << 10
-"""Bytes between two ranges that are read with them, rather than ask twice."""
+"""Bytes between two ranges, at most, to read with them rather than make two requests."""
 
 _CHECKED: Final = 4 * UNIT
-"""Bytes in memory while they are only compared."""
+"""Bytes in memory during a check."""
 
 _HASHED: Final = 1 << 20
-"""Bytes that are read and then hashed, while they are in the processor's cache."""
+"""Bytes to read and then hash, while they are in the processor's cache."""
 
 _Range = tuple[int, int]
-"""A range of a file: its first byte, and the one behind its last."""
+"""A range of a file: its first byte, and the first byte after it."""
 
 MIRROR: Final = MediumKind("mirror")
 
@@ -64,7 +64,7 @@ class ObjectFile(ReadOnlyMedium):
     def __init__(
         self, name: str, file: PackedFile, objects: Sequence[FileObject], load: Load
     ) -> None:
-        """Asks nothing. name: of the store, for messages. objects: ``file``, end to end."""
+        """Make no request. name: of the store, for messages. objects: ``file``, end to end."""
         self._name: Final = name
         self._load: Final = load
         self.file: Final = file
@@ -76,9 +76,9 @@ class ObjectFile(ReadOnlyMedium):
         self._kept: Final = _join(
             zip(spans.begin[is_kept].tolist(), spans.length[is_kept].tolist(), strict=True)
         )
-        """What is read at once."""
+        """The ranges to read at once."""
         self._bytes: dict[_Range, memoryview] = {}
-        """The same, once it was read."""
+        """The bytes of these ranges, once they were read."""
         self._ahead: _Ahead | None = None
 
     @property
@@ -133,7 +133,7 @@ class ObjectFile(ReadOnlyMedium):
         return digests
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
-        """See ``RemoteMedium``: through memory, since a store has no digests of its own to use."""
+        """See ``RemoteMedium``. Reads into memory: a store has no digests of its own to use."""
         segments, digests = cut(sources)
         self._expect(segments)
         room = np.empty(min(_CHECKED, segments.size), np.uint8)
@@ -144,7 +144,7 @@ class ObjectFile(ReadOnlyMedium):
 
     def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
         """Write all of it to the open and empty file ``number``, verified. path: for messages.
-        advance: told of bytes. Raises ``CorruptionError`` if an object is not as it was sent."""
+        advance: called with counts of bytes. Raises ``CorruptionError`` if an object is damaged."""
         rooms, again, there = Rooms(UNIT), memoryview(bytearray(_HASHED)), 0
 
         def get(start: int) -> int:
@@ -174,7 +174,7 @@ class ObjectFile(ReadOnlyMedium):
                     )
 
     def close(self) -> None:
-        """End what is read ahead. The store is its owner's."""
+        """End the reads ahead. The store's owner closes the store."""
         if self._ahead is not None:
             self._ahead.close()
 
@@ -182,7 +182,7 @@ class ObjectFile(ReadOnlyMedium):
         return MediumError(errno.EROFS, f"{self._name}: a mirror is written by its writer alone")
 
     def _expect(self, segments: Segments) -> None:
-        """Have these segments read ahead, unless they are."""
+        """Have these segments read ahead, unless they are already."""
         offsets = [each for each in segments.offset.tolist() if self._range_at(each) is None]
         if offsets and (self._ahead is None or not all(map(self._ahead.has, offsets))):
             self.announce(segments.offset, segments.length)
@@ -196,7 +196,7 @@ class ObjectFile(ReadOnlyMedium):
         best_engine().move(segments, None, digests, stop)
 
     def _take(self, offset: int, view: memoryview) -> int:
-        """Fill the beginning of ``view`` from ``offset``; how many bytes."""
+        """Fill the beginning of ``view`` from ``offset``; return the number of bytes."""
         kept = self._range_at(offset)
         if kept is not None:
             if kept not in self._bytes:
@@ -211,7 +211,7 @@ class ObjectFile(ReadOnlyMedium):
         return taken or len(view)
 
     def _range_at(self, offset: int) -> _Range | None:
-        """What is read at once and has that byte."""
+        """Return the range to read at once that has that byte; None if there is none."""
         before = bisect.bisect(self._kept, (offset, self.size)) - 1
         found = self._kept[before] if before >= 0 else (0, 0)
         return found if offset < found[1] else None
@@ -235,8 +235,8 @@ def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: 
 
 
 class _Ahead:
-    """Ranges of a file that are read before they are asked for. Whoever takes them in another order
-    than they were announced gets nothing for some, and reads these otherwise."""
+    """Ranges of a file that are read before they are requested. A reader that takes them in another
+    order than the announced one gets no bytes for some, and reads these otherwise."""
 
     def __init__(self, file: ObjectFile, ranges: Sequence[_Range]) -> None:
         self._file: Final = file
@@ -250,19 +250,19 @@ class _Ahead:
         self._data = memoryview(b"")
 
     def has(self, offset: int) -> bool:
-        """True if that byte is still to be taken."""
+        """Return whether that byte is still to be taken."""
         return self._number(offset) >= max(0, self._now)
 
     def take(self, offset: int, view: memoryview) -> int:
-        """Fill the beginning of ``view`` from ``offset``; how many bytes, 0 if that byte was not
-        announced or is gone."""
+        """Fill the beginning of ``view`` from ``offset``; return the number of bytes, 0 if that
+        byte was not announced or is gone."""
         number = self._number(offset)
         while number > self._now:
             if len(self._data):
                 self._free.append(self._data)
             arrived = next(self._arriving, None)
             if arrived is None:
-                return 0  # one before failed, which was raised
+                return 0  # an earlier range failed, and that error was raised
             self._data, self._now = arrived, self._now + 1
         if number < 0 or number < self._now:
             return 0
@@ -270,11 +270,11 @@ class _Ahead:
         return _copy(self._data[: end - start], offset - start, view)
 
     def close(self) -> None:
-        """Ask for no more, and wait until what was asked for is there."""
+        """Make no more requests, and wait for the running ones."""
         self._arriving.close()
 
     def _number(self, offset: int) -> int:
-        """The number of the range that has a byte; -1 for none."""
+        """Return the number of the range that has a byte; -1 for none."""
         before = bisect.bisect(self._order, ((offset, 1 << 62), 0)) - 1
         (start, end), number = self._order[before] if before >= 0 else ((0, 0), -1)
         return number if start <= offset < end else -1
@@ -289,7 +289,7 @@ class _Ahead:
 
 
 def _join(parts: Iterable[tuple[int, int]]) -> list[_Range]:
-    """Ranges that hold all parts (begin, length), which are in order: those near each other
+    """Return ranges that hold all parts (begin, length), which are in order: parts near each other
     together, unless that is more than a unit."""
     found: list[_Range] = []
     for begin, length in parts:
@@ -302,13 +302,13 @@ def _join(parts: Iterable[tuple[int, int]]) -> list[_Range]:
 
 
 def _count(ranges: Sequence[_Range]) -> int:
-    """How many of these are read at once."""
+    """Return how many of these ranges to read at once."""
     size = sum(end - start for start, end in ranges)
     return ABREAST if size >= _SMALL * len(ranges) else _SMALL_ABREAST
 
 
 def _copy(data: memoryview, start: int, view: memoryview) -> int:
-    """Fill the beginning of ``view`` from byte ``start`` of ``data``; how many bytes."""
+    """Fill the beginning of ``view`` from byte ``start`` of ``data``; return the byte count."""
     part = np.frombuffer(data[start : start + len(view)], np.uint8)
     np.frombuffer(view[: len(part)], np.uint8)[:] = part  # by numpy: it lets other threads run
     return len(part)

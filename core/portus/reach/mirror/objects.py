@@ -1,21 +1,21 @@
-"""The objects of a mirror: what they are called, how they are sealed, and what they say.
+"""The objects of a mirror: their names, their seals, and their contents.
 
 All objects of a model are below one prefix (``prefix_of``)::
 
-    <path>                 a file of a run, whole, and its digest beside it
+    <path>                 a whole file of a run, and its digest beside it
     versions/<...>/<name>  the same of a file of a version, in a pool
-    _portus/log/<number>   numbered from the newest down: the first one of a list is the newest
-    _portus/manifests/<name>  one for each version: its files, and which objects they are
+    _portus/log/<number>   numbered from the newest down: the first of a list is the newest
+    _portus/manifests/<name>  one for each version: its files, and their objects
     _portus/pieces/<name>  a piece of such a file, in a store whose objects are small
     _portus/quoted/<path>  a file of a run whose path no object can have for a name
-    _portus/before/<random>/<name>  what such a file was before, until the new one counts
-    _portus/again/<name>   what replaced such a file, where the store copies no object that large
+    _portus/before/<random>/<name>  the earlier contents of such a file, until the new ones count
+    _portus/again/<name>   the replacement of such a file, if the store copies no object that large
 
-An entry of the log is created if absent, and never changed or deleted. Manifests and pieces have
-names that nobody ever uses for anything else: digest, length, who put them, and in which epoch.
-So whatever lands late lands on itself.
+An entry of the log is created if absent, and never changed or deleted. The name of a manifest or
+a piece is never used for other bytes: it has the digest, the length, the writer, and the epoch.
+So a late request writes the same bytes again.
 
-Entries and manifests are msgpack behind a header (``HEADER``), whose digest is also of the name: an
+Entries and manifests are msgpack behind a header (``HEADER``), whose digest covers the name too: an
 object that was moved to another name is damaged. ``docs/format.md`` has all of it, and is tested.
 """
 
@@ -39,7 +39,7 @@ from portus.errors import CorruptionError, UsageError
 from portus.reach.mirror.names import is_name
 
 OWN: Final = "_portus/"
-"""Before the names of all that is no checkpoint file under its own name."""
+"""The prefix of all objects but checkpoint files under their own names."""
 
 LOG: Final = OWN + "log/"
 MANIFESTS: Final = OWN + "manifests/"
@@ -49,14 +49,14 @@ BEFORE: Final = OWN + "before/"
 AGAIN: Final = OWN + "again/"
 VERSIONS: Final = "versions/"
 DIGEST_SUFFIX: Final = ".xxh128"
-"""The end of the name of what is beside a file: see ``digest_line``."""
+"""The end of the name of the digest beside a file: see ``digest_line``."""
 
 FORMAT_VERSION: Final = 1
 NUMBER_MAX: Final = 10**12 - 1
-"""Entries of a log."""
+"""Entries of a log, at most."""
 
 STRIDE: Final = 16
-"""Each entry whose number is a multiple of it has the whole state, too."""
+"""Each entry whose number is a multiple of this has the whole state, too."""
 
 WRITER_SIZE: Final = 8
 WHO_SIZE_MAX: Final = 200
@@ -65,10 +65,10 @@ NAME_SIZE_MAX: Final = 4096
 FACTS_MAX: Final = 1 << 16
 """Facts of one entry, at most."""
 TERMS_MAX: Final = 256
-"""Terms of a state: it has the last ones."""
+"""Terms of a state, at most: it has the last ones."""
 GONE_MAX: Final = 1 << 14
-"""Of manifests that are gone a state has the last ones: what readers of older ones need may be
-deleted before its time, and they start over."""
+"""Manifests in ``gone`` of a state, at most: it has the last ones. Objects of older ones may be
+deleted too early for their readers, which then start over."""
 
 HEADER: Final = Record(
     "object header",
@@ -96,7 +96,7 @@ class SealError(CorruptionError):
 
 
 class ObjectKind(enum.IntEnum):
-    """What a sealed object is."""
+    """The kinds of sealed objects."""
 
     ENTRY = 1
     MANIFEST = 2
@@ -112,11 +112,11 @@ _Metrics = Annotated[dict[str, float], Meta(max_length=FACTS_MAX)]
 
 
 class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
-    """The claim of a writer, which alone counts from here on, in a term of its own.
+    """The claim of a writer: from here on only its entries count, in a term of its own.
 
-    ``who``: for messages. ``pool``: the identity of the pool that it mirrors, and ``commit`` the
-    newest commit there: what is committed after it belongs to this term. ``passing``: the writer
-    removes and collects, mirrors nothing, and is gone when it is done.
+    ``who``: for messages. ``pool``: the identity of the mirrored pool, and ``commit`` the newest
+    commit there: later commits belong to this term. ``passing``: the writer removes and collects,
+    mirrors nothing, and then ends.
     """
 
     who: _Who
@@ -126,12 +126,12 @@ class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
-    """A version is mirrored: everything that ``manifest`` names is there.
+    """A version is mirrored: all objects that ``manifest`` names exist.
 
     ``term`` and ``commit`` are its place in the history: the term in which it was committed, and
-    its commit in its pool. What comes last by both is the newest. ``size`` in bytes; ``time_ns``,
-    ``step``, ``token``, ``inexact`` and ``metrics`` are those of ``VersionInfo``. ``manifest``:
-    name of the object, without its folder. Replaces what was said of the version before.
+    its commit in its pool. The version with the highest of both is the newest. ``size`` in bytes;
+    ``time_ns``, ``step``, ``token``, ``inexact`` and ``metrics`` are those of ``VersionInfo``.
+    ``manifest``: name of the object, without its folder. Replaces the version's earlier fact.
     """
 
     token: _Token
@@ -145,7 +145,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
     metrics: _Metrics = {}
 
     def info(self, model: str, number: int, commit: int) -> VersionInfo:
-        """What is known of it, as version ``number`` of where it is read from."""
+        """Return its ``VersionInfo``, as version ``number`` of the place that it is read from."""
         return VersionInfo(
             model=model,
             id=number,
@@ -160,20 +160,19 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """A version is let go of."""
+    """A version is removed."""
 
     token: _Token
 
 
 class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
-    """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) is there, as
-    the object ``name``. Replaces what was said of the path before.
+    """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) exists as the
+    object ``name``. Replaces the earlier fact of the path.
 
-    ``time_ns``: when it was changed last, by the clock of its machine. With ``term`` that tells
-    which is the newest. ``digest``: xxh3_128 of all of it. ``link``: where the link at ``path``
-    leads, relative to it; then there is no object, and ``size`` is 0. ``retired``: the path of the
-    checkpoint that the file is in, if the run removed that, and the mirror keeps it: no machine
-    fetches it.
+    ``time_ns``: the time of its last change, by the clock of its machine. With ``term`` it decides
+    which file is the newest. ``digest``: xxh3_128 of all of it. ``link``: the target of the link at
+    ``path``, relative to it; then there is no object, and ``size`` is 0. ``retired``: the path of
+    the file's checkpoint, if the run removed that, and the mirror keeps it: no machine fetches it.
     """
 
     path: _Path
@@ -194,19 +193,19 @@ class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """What only these manifests named, of versions long removed, is about to be deleted.
-    ``time_ns``: when, by the clock of who says so; 0: nobody knows."""
+    """Objects that only these manifests named, of versions long removed, are about to be deleted.
+    ``time_ns``: when, by the clock of the writer; 0: unknown."""
 
     manifests: Annotated[tuple[_Name, ...], Meta(max_length=FACTS_MAX)]
     time_ns: _Count = 0
 
 
 Fact = Claimed | Added | Removed | FileAdded | FileRemoved | Collected
-"""What an entry of the log says, one after another, all at once."""
+"""A fact of an entry of the log. An entry's facts apply in order, all at once."""
 
 
 class Term(msgspec.Struct, frozen=True, array_like=True):
-    """A term that began: by whose claim, of which pool, whose newest commit then was ``commit``."""
+    """The start of a term: the claim's pool, whose newest commit then was ``commit``."""
 
     number: _Count
     pool: _Token
@@ -221,11 +220,11 @@ class UnusedManifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class State(msgspec.Struct, frozen=True, array_like=True):
-    """What a log says, up to the entry ``number``.
+    """The state of a log, up to the entry ``number``.
 
     ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
-    first. ``versions``: in the order in which they were added. ``gone``: manifests, and what they
-    name, that readers may still need. ``collected_ns``: ``time_ns`` of the last ``Collected``.
+    first. ``versions``: in the order in which they were added. ``gone``: manifests that readers may
+    still need, with their objects. ``collected_ns``: ``time_ns`` of the last ``Collected``.
     ``files``: those of a run in a directory, which has no versions.
     """
 
@@ -242,27 +241,28 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def newest_file(self) -> FileAdded | None:
-        """The file that a training goes on from; None if there is none."""
+        """The file from which a training continues; None if there is none."""
         files = (each for each in self.files if not each.link and not each.retired)
         return max(files, key=lambda each: (each.term, each.time_ns), default=None)
 
     def file(self, path: str) -> FileAdded | None:
-        """What is said of the file at ``path``, if it is there."""
+        """Return the fact of the file at ``path``; None if it is not there."""
         return next((each for each in self.files if each.path == path), None)
 
     @property
     def newest(self) -> Added | None:
-        """The version that a training goes on from; None if there is none."""
+        """The version from which a training continues; None if there is none."""
         return max(self.versions, key=lambda each: (each.term, each.commit), default=None)
 
     def version(self, token: bytes) -> Added | None:
-        """The version of that token, if it is there."""
+        """Return the version of that token; None if it is not there."""
         return next((each for each in self.versions if each.token == token), None)
 
     def is_ahead_of(self, pool: bytes, versions: Collection[VersionInfo], commit: int = 0) -> bool:
-        """True if a training goes on from the newest version here, and not from what a pool has:
-        that is older, or of a history that another writer left behind. versions: those of the
-        pool ``pool``; commit: its newest one. What it had, and has no more, it let go of."""
+        """Return whether a training continues from the newest version here, and not from a pool:
+        the pool is older, or of a history that another writer left behind. versions: those of the
+        pool ``pool``; commit: its newest one. A version that the pool had once, and lacks now, was
+        removed there."""
         newest = self.newest
         if newest is None or any(each.token == newest.token for each in versions):
             return False
@@ -273,15 +273,15 @@ class State(msgspec.Struct, frozen=True, array_like=True):
         return max(places, default=(0, 0)) < (newest.term, newest.commit)
 
     def term_of(self, pool: bytes, commit: int) -> int:
-        """The term in which a pool made a commit: that of the last claim of the pool before it; 0
-        if there was none."""
+        """Return the term in which a pool made a commit: that of the last claim of the pool before
+        it; 0 if there was none."""
         terms = [each.number for each in self.terms if each.pool == pool and each.commit < commit]
         return max(terms, default=0)
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An entry of a log. ``state``: what the log says with it, if its number is a multiple of
-    ``STRIDE``, or if it is a claim that follows what cannot be read."""
+    """An entry of a log. ``state``: the state after it, if its number is a multiple of ``STRIDE``,
+    or if it is a claim after damaged entries."""
 
     model: _Name
     term: _Count
@@ -294,8 +294,8 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a version, whole, or a piece of one: the object ``name``, and the xxh3_128 of all
-    of it."""
+    """A whole file of a version, or a piece of one: the object ``name``, and the xxh3_128 of all of
+    it."""
 
     name: _Name
     size: _Count
@@ -308,12 +308,11 @@ class FileObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A version, and which objects its files are.
+    """A version, and the objects of its files.
 
-    ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each unit of these.
-    ``contents``: as its record has them, the table of its files. ``files``: for each of these the
-    objects that are it, end to end. The rest as in ``VersionInfo``; ``pool`` is the identity of its
-    pool.
+    ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each of their
+    units. ``contents``: as in its record, the table of its files. ``files``: for each file its
+    objects, end to end. The rest as in ``VersionInfo``; ``pool`` is the identity of its pool.
     """
 
     model: _Name
@@ -332,7 +331,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     metrics: _Metrics = {}
 
     def objects(self) -> dict[Key, FileObject]:
-        """Return the objects of its files, by what is in them."""
+        """Return the objects of its files, by their contents."""
         return {
             _key(each.name) or whole_key(self.token, number): each
             for number, file in enumerate(self.files)
@@ -340,7 +339,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         }
 
     def object_sizes(self) -> dict[str, int]:
-        """Return the bytes of each object that it needs, by name."""
+        """Return the sizes of all objects that the version needs, by name."""
         sizes = {}
         for each in (each for file in self.files for each in file):
             sizes[each.name] = each.size
@@ -350,12 +349,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 Key = tuple[bytes, int]
-"""What is in an object of a version: of a piece, see ``content_name``; of a whole file, the token
-of the version and the number of the file."""
+"""The contents of an object of a version: of a piece, see ``content_name``; of a whole file, the
+token of the version and the number of the file."""
 
 
 def whole_key(token: bytes, number: int) -> Key:
-    """The key of a file that is one object."""
+    """Return the key of a file that is one object."""
     return token, number
 
 
@@ -365,7 +364,7 @@ def _key(name: str) -> Key | None:
 
 
 def digest_line(name: str, sent: bytes) -> bytes:
-    """What is beside the file ``name``: its digest, as ``xxhsum`` prints and checks it."""
+    """Return the object beside the file ``name``: its digest, in the format of ``xxhsum``."""
     return f"{sent.hex()}  {name.rpartition('/')[2]}\n".encode()
 
 
@@ -379,15 +378,15 @@ def prefix_of(model: str) -> str:
 
 
 def file_name(path: str, before: str = "") -> str:
-    """Return what the file at ``path`` is called, below the prefix of its run: its path, if all
-    stores take that for a name. before: the name of what it replaces, which it does not get."""
+    """Return the name of the file at ``path``, below the prefix of its run: its path, if all stores
+    accept that as a name. before: the name of the replaced file, which must not be used."""
     own = _file_name(path)
     return AGAIN + own if before == own else own
 
 
 def name_before(name: str, tag: bytes) -> str:
-    """Return what the file ``name`` is called from now on, because another one gets that name. tag:
-    random, another one for each copy; so what lands late lands on nothing that counts."""
+    """Return the new name of the file ``name``, because another one gets that name. tag: random,
+    and new for each copy; so a late request overwrites no object that counts."""
     return f"{BEFORE}{tag.hex()}/{name}"
 
 
@@ -399,8 +398,8 @@ def _file_name(path: str) -> str:
 
 
 def path_of(name: str) -> str | None:
-    """Return the path of the file that ``file_name`` calls so; None if there is none, or it is not
-    known because the name is cut."""
+    """Return the path of the file that ``file_name`` gives this name; None if there is none, or it
+    is unknown because the name is cut."""
     own = path = _ELSEWHERE.sub("", name)
     if own.startswith(QUOTED):
         quoted = own.removeprefix(QUOTED)
@@ -409,14 +408,14 @@ def path_of(name: str) -> str | None:
 
 
 def _is_free(path: str, name: str) -> bool:
-    """Return whether the file at ``path`` may be called ``name``: all stores take that, and what
-    is beside another file is not called so."""
+    """Return whether the file at ``path`` may have the name ``name``: all stores accept it, and no
+    digest of another file has it."""
     return is_name(name + DIGEST_SUFFIX) and f"{DIGEST_SUFFIX}/" not in f"{path}/"
 
 
 def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: int) -> str:
-    """What the file ``name`` of a version is called, below the prefix of its model. Nobody ever
-    uses that for other bytes: it has a digest of the version, who put it, and in which epoch."""
+    """Return the name of the file ``name`` of a version, below the prefix of its model. It is never
+    used for other bytes: it has a digest of the version, the writer, and the epoch."""
     tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
     below = f"{VERSIONS}step-{step:08d}-{tag}/"
     if _is_free(name, below + name) and not name.startswith(OWN):
@@ -435,27 +434,27 @@ def _quote_path(path: str) -> str:
 
 
 def model_of(prefix: str) -> str | None:
-    """The model whose objects are below that prefix; None if it is none, or the name is cut."""
+    """Return the model of that prefix; None if it is of none, or the name is cut."""
     quoted = prefix.removesuffix("/")
     model = urllib.parse.unquote(quoted.replace("=", "%"))
     return model if len(quoted) <= _QUOTED_MAX and prefix_of(model) == prefix else None
 
 
 def entry_name(number: int) -> str:
-    """The name of an entry of a log; a later one comes before it."""
+    """Return the name of an entry of a log; a later one comes before it."""
     assert 0 < number <= NUMBER_MAX
     return f"{LOG}{NUMBER_MAX - number:012d}"
 
 
 def entry_number(name: str) -> int | None:
-    """The number of the entry of that name, which may be anything."""
+    """Return the number of the entry of that name; None for all other names."""
     match = _ENTRY.fullmatch(name)
     return NUMBER_MAX - int(match[1]) if match else None
 
 
 def content_name(content: bytes, length: int, writer: bytes, epoch: int) -> str:
-    """What a manifest or a piece is called, in its folder. content: a digest from which all that is
-    in it follows."""
+    """Return the name of a manifest or a piece, in its folder. content: a digest that determines
+    all of its contents."""
     return f"{content.hex()}-{length}-{writer.hex()}-{epoch}"
 
 
@@ -463,28 +462,28 @@ class Seal:
     """Seals the objects of a mirror, with a key or without."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        """key: as it was configured, of any length; None: what is read is checked for accidents."""
+        """key: as it was configured, of any length. None: reads detect only accidents."""
         self._key: Final = None if key is None else hashlib.blake2b(key, digest_size=32).digest()
 
     def entry(self, number: int, entry: LogEntry) -> bytes:
-        """The object that says ``entry``."""
+        """Return the object of ``entry``."""
         return self._wrap(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
 
     def manifest(self, manifest: Manifest, writer: bytes, epoch: int) -> tuple[str, bytes]:
-        """The object that says ``manifest``, and its name in its folder."""
+        """Return the name of the object of ``manifest`` in its folder, and the object."""
         payload = _encoder.encode(manifest)
         name = content_name(digest(payload), HEADER.size + len(payload), writer, epoch)
         return name, self._wrap(ObjectKind.MANIFEST, MANIFESTS + name, payload)
 
     def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
-        """The reverse. model: of which it has to be, if that is known. Raises ``CorruptionError``;
-        ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
+        """Return the entry in an object. model: the expected one, if that is known. Raises
+        ``CorruptionError``; ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
         name = entry_name(number)
         entry = _decode_body(_entries, self._unwrap(ObjectKind.ENTRY, name, data), name)
         return _of_model(entry, model, name)
 
     def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
-        """The reverse. Raises as ``read_entry``; of the columns nothing is checked."""
+        """Return the manifest in an object, columns unchecked. Raises as ``read_entry``."""
         where = MANIFESTS + name
         manifest = _decode_body(_manifests, self._unwrap(ObjectKind.MANIFEST, where, data), where)
         return _of_model(manifest, model, where)

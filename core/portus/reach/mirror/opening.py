@@ -1,4 +1,4 @@
-"""The stores that addresses mean, and the key that seals their objects."""
+"""Opens the store at an address, and reads the key that seals its objects."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ KEY_VARIABLE: Final = "PORTUS_MIRROR_KEY"
 
 
 def key_from_environment() -> bytes | None:
-    """The key of the mirrors of this process: ``$PORTUS_MIRROR_KEY``; None if there is none."""
+    """Return the key of this process's mirrors: ``$PORTUS_MIRROR_KEY``; None if it is not set."""
     said = os.environ.get(KEY_VARIABLE)
     return os.fsencode(said) if said else None
 
 
 def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> Store:
-    """The objects below ``address``. Asks nobody yet. Whoever opened it closes it.
+    """Return a store of the objects below ``address``. Makes no request yet. The caller closes it.
 
-    patience: how long a call may take; of a folder the file system says it. Raises ``UsageError``
-    if obstore is missing (``pip install 'portus-checkpoint[mirror]'``), or the environment says
-    what cannot be.
+    patience: the longest that a call may take; for a folder the file system decides. Raises
+    ``UsageError`` if obstore is missing (``pip install 'portus-checkpoint[mirror]'``), or for wrong
+    settings in the environment.
     """
     if address.kind is StoreKind.HOST:
         return HostStore(address.bucket, address.prefix)

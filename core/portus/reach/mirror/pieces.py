@@ -1,9 +1,9 @@
 """The files of a version as objects: each is one, or, where objects are small, several pieces.
 
-Pieces are cut where large storages begin and end. So one that is as it was before is in pieces that
-are there already, wherever in its file it lies now, and the manifest names them again. What is
-between two of them is a piece by itself, however small: a torch file has the name of its archive
-and the sum of the storage before there, which change when the storages do not.
+Pieces begin and end where large storages do. So an unchanged storage consists of existing pieces,
+wherever in its file it is now, and the manifest names them again. The bytes between two storages
+are a piece of their own, even if small: a torch file has the name of its archive and the sum of the
+storage before there, which change when the storages do not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ALONE: Final = 1 << 20
 """Bytes. Smaller storages share pieces."""
 
 SHARED: Final = 4 << 20
-"""Bytes of what shares a piece, at most: all of it is put again when some of it has changed."""
+"""Bytes of a shared piece, at most: all of it is put again when some of it has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a file, from its byte ``start`` on. ``key``: all of its bytes follow from that."""
+    """A part of a file, from its byte ``start`` on. ``key``: determines all of its bytes."""
 
     key: Key
     start: int
@@ -39,8 +39,8 @@ class Piece:
 
 @dataclass(slots=True)
 class WantedObject:
-    """An object of a version: bytes of its file ``number``. ``there``: what is known of it once it
-    was put; until then None."""
+    """An object of a version: bytes of its file ``number``. ``there``: the object once it exists;
+    until then None."""
 
     name: str
     number: int
@@ -50,8 +50,8 @@ class WantedObject:
 
 
 def files_in(contents: bytes, lengths: Column, where: str) -> Sequence[PackedFile]:
-    """The files of a version with storages of these lengths. Raises ``CorruptionError``, naming
-    ``where``, unless they have the storages of the version."""
+    """Return the files of a version with storages of these lengths. Raise ``CorruptionError``,
+    naming ``where``, unless the files have the storages of the version."""
     table = decode_table(contents)
     if table is None or table.lengths != lengths.tolist():
         raise CorruptionError(f"{where}: its files do not have the storages that it has")
@@ -61,8 +61,8 @@ def files_in(contents: bytes, lengths: Column, where: str) -> Sequence[PackedFil
 def pieces_of(
     file: PackedFile, digests: Sequence[bytes], around: Callable[[int, int], bytes]
 ) -> list[Piece]:
-    """The pieces of a file. digests: of the units of its storages. around: reads bytes around
-    these."""
+    """Return the pieces of a file. digests: of the units of its storages. around: reads bytes
+    around these."""
     spans, counts = file.spans(), unit_counts(file.length)
     first = (np.cumsum(counts) - counts).tolist()
     pieces, start, size, has_large, said = [], 0, 0, False, bytearray()
@@ -77,7 +77,7 @@ def pieces_of(
     columns = (spans.length, spans.storage, spans.inside)
     for length, storage, inside in zip(*(each.tolist() for each in columns), strict=True):
         is_around = storage == len(file.length)
-        # So a storage that did not change is a piece that is there already.
+        # So an unchanged storage is a piece that exists already.
         is_large = not is_around and length >= ALONE
         for at in range(0, length, UNIT):
             part = min(UNIT, length - at)
@@ -96,8 +96,8 @@ def pieces_of(
 
 @dataclass(frozen=True, slots=True)
 class ReadManifest:
-    """A manifest, read and checked. ``digests``: of each unit. ``files``: where its storages are in
-    its files."""
+    """A manifest, read and checked. ``digests``: of each unit. ``files``: the places of its
+    storages in its files."""
 
     manifest: Manifest
     lengths: Column
@@ -106,7 +106,7 @@ class ReadManifest:
 
     @classmethod
     def of(cls, manifest: Manifest) -> ReadManifest:
-        """Raises ``CorruptionError`` where its parts do not fit together."""
+        """Check a manifest. Raise ``CorruptionError`` if its parts do not fit together."""
         where = f"the manifest of step {manifest.step} of model {manifest.model!r}"
         if len(manifest.lengths) % 8:
             raise CorruptionError(f"{where}: a column of {len(manifest.lengths)} bytes")
@@ -132,7 +132,7 @@ class ReadManifest:
 
     @property
     def info(self) -> VersionInfo:
-        """What is known of it."""
+        """The version's ``VersionInfo``."""
         said = self.manifest
         return VersionInfo(
             model=said.model,

@@ -1,4 +1,4 @@
-"""What who waits at a terminal sees: a bar, on a line that is gone when the wait is over."""
+"""A progress bar for a terminal, on a line that is cleared when the wait has ended."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Final
 
 _WIDTH: Final = 16
 _LINE: Final = "\r\x1b[K"
-"""What goes to the start of the line, and clears it."""
+"""Moves to the start of the line, and clears it."""
 
 Show = Callable[[int, int, str], None]
-"""Told how many are done, of how many, and what else there is to say."""
+"""Called with the number done, the total, and further text."""
 
 
 @contextlib.contextmanager
 def bar(title: str) -> Iterator[Show | None]:
-    """A bar on stderr, if that is a terminal; else None."""
+    """Yield the function that draws a bar on stderr, if that is a terminal; else None."""
     stream = sys.stderr
     if stream is None or not stream.isatty():
         yield None

@@ -1,12 +1,11 @@
-"""What a mirror's writer does, one thing after another.
+"""The writer of a mirror, and the order of its requests.
 
-- **M1** A version counts when its entry does, and that is asked for only after its files and its
-  manifest are there.
-- **M2** Of what was put before, a version relies on nothing but: what a manifest names that was
-  there when the term was claimed, or is this writer's own; and objects that this writer put since,
-  of which he was told.
-- **M3** What is to be deleted was listed before an entry that counts, is not named by what is there
-  then, and is never named again: names have the writer and the epoch, and collecting ends an epoch.
+- **M1** A version counts when its entry does, and the writer puts that only after the version's
+  files and its manifest.
+- **M2** A version relies only on these earlier objects: those of a manifest that was there at the
+  claim, or is this writer's own; and those that this writer has put since, with an answer.
+- **M3** Objects to delete were listed before an entry that counts, no manifest of then names them,
+  and none ever will: names have the writer and the epoch, and collecting ends an epoch.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject
 from portus.reach.mirror.store import ListedObject
 
 GRACE_S: Final = 24 * 3600.0
-"""Seconds, by the clock of the store, for which readers find what was there when they began."""
+"""Seconds, by the clock of the store, for which readers find the objects of their start."""
 
 _MANIFESTS_MAX: Final = 16
-"""Manifests in memory at once while what they name is gathered."""
+"""Manifests in memory at once while their objects are gathered."""
 
 _DELETED_MAX: Final = 1000
 """Names in one request."""
@@ -62,8 +61,8 @@ _DELETED_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What is to be mirrored: a version of a pool, as its record has it. ``files``: its files.
-    ``pieces``: those of each, where objects are small; None: each file is one object."""
+    """A version to mirror: one of a pool, as its record has it. ``files``: its files. ``pieces``:
+    those of each, if objects are small; None: each file is one object."""
 
     info: VersionInfo
     pool: bytes
@@ -76,7 +75,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class DeletedObjects:
-    """What was deleted: how many objects, and their bytes together."""
+    """The number of deleted objects, and their bytes together."""
 
     objects: int
     size: int
@@ -85,7 +84,7 @@ class DeletedObjects:
 class Writer:
     """One writer of the mirror of one model. One thread at a time.
 
-    A call that raises may be made again, with what has changed since or without.
+    A call that raises may be made again, with the same arguments or with others.
     """
 
     def __init__(self, objects: ModelObjects, seal: Seal, newest: int | None = None) -> None:
@@ -98,18 +97,18 @@ class Writer:
         self._known: dict[Key, FileObject] = {}
         """Objects that may be relied on (M2)."""
         self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
-        """A manifest that was there in this term, and what it names."""
+        """A manifest that was there in this term, and its objects."""
         self._collected_ns = 0
-        """The time that was said last of collecting; no two say the same."""
+        """The time of the last ``Collected`` of this writer; no two are the same."""
 
     @property
     def state(self) -> State:
-        """What the log said when this object last claimed, mirrored, noted or collected."""
+        """The state of the log when this object last claimed, mirrored, noted or collected."""
         return self._log.state
 
     @property
     def is_claimed(self) -> bool:
-        """True from a claim until it was found to be superseded."""
+        """True from a claim until this writer finds that another one superseded it."""
         return self._log.is_claimed
 
     def claim(
@@ -121,19 +120,19 @@ class Writer:
         passing: bool = False,
         at: int | None = None,
     ) -> State:
-        """Take the term; whoever had it is superseded.
+        """Take the term; its former holder is superseded.
 
-        When a run is opened, before its first commit; and again after ``SupersededError`` with
-        ``passing``. who: for messages. pool, commit: the identity of the pool, and its newest
-        commit; or the identity of a run of files. passing: to remove and to collect alone. at: the
+        Call it when a run is opened, before its first commit; and again after ``SupersededError``
+        with ``passing``. who: for messages. pool, commit: the identity of the pool, and its newest
+        commit; or the identity of a run of files. passing: only to remove and to collect. at: the
         number of the log's newest entry, as the caller read it; raises ``StaleError`` if there are
-        others.
+        newer ones.
         """
         # Nothing known before is relied on: another writer may have deleted it (M2).
         self._known, self._writer, self._epoch = {}, self._random(WRITER_SIZE), 0
         self._last = "", {}
         claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
-        # From the first claim of all on, collecting is due a day later.
+        # Collecting is due a day after the very first claim.
         first = [Collected((), self._now_ns())]
         state = self._log.claim(claimed, self._writer, first, at)
         if not passing:
@@ -141,7 +140,7 @@ class Writer:
         return state
 
     def require(self) -> None:
-        """Raise ``SupersededError`` if another writer took the term by now. One small read."""
+        """Raise ``SupersededError`` if another writer took the term. Makes one small read."""
         self._log.confirm()
 
     def add(
@@ -151,10 +150,10 @@ class Writer:
         facts: Sequence[Fact] = (),
         damaged: Collection[str] | None = None,
     ) -> Added:
-        """Mirror a version, and say ``facts`` with it. When this returns, it counts. put: puts an
-        object of it, and returns what was put. damaged: of a version that is there, the objects
-        that are not as they were put: what is in them is put again, the others stay where its
-        manifest has them; all are, if that cannot be read."""
+        """Mirror a version, and note ``facts`` with it. When this returns, it counts. put: puts an
+        object of it, and returns that. damaged: of a version that is there, the missing and damaged
+        objects, which are put again. Its other objects stay where its manifest has them; if that
+        cannot be read, all are put."""
         self._log.require()
         info = version.info
         before = None if damaged is None else self.state.version(info.token)
@@ -168,7 +167,7 @@ class Writer:
         objects = {key: each for file in wanted for key, each in file}
         for each in objects.values():
             if each.name in (damaged or ()):
-                each.there = None  # it keeps its name: it gets the bytes that it had
+                each.there = None  # it keeps its name, and gets the same bytes as before
         # Files, then the manifest, then the entry: what counts is complete (M1).
         self._put_objects(objects, put)
         files = [[objects[key].there for key, _ in file] for file in wanted]
@@ -192,14 +191,14 @@ class Writer:
         return added
 
     def note(self, facts: Sequence[Fact]) -> State:
-        """Say ``facts``, all or none: when this returns, they count. Raises ``SupersededError``."""
+        """Append ``facts``, all or none; they count at the return. Raises ``SupersededError``."""
         return self._log.append(facts)
 
     def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> DeletedObjects:
-        """Delete what no version needs, nor a reader who began within ``grace_s`` seconds. Raises
-        ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError`` within a
-        request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, where a
-        manifest cannot be read. Whatever it raises, the next call does the rest."""
+        """Delete objects that no version needs, nor a reader that began within ``grace_s`` seconds.
+        Raises ``SupersededError``; ``UsageError`` without the right to delete; ``StoppedError``
+        within a request after ``stop`` is set; and ``CorruptionError``, and deletes nothing, if a
+        manifest cannot be read. After any error the next call does the rest."""
         stop = stop or Stop()
         stop.check()
         self._log.require()
@@ -208,8 +207,8 @@ class Writer:
         # Listed before the entry, so nothing that is put after it can be in the list (M3).
         entries = self._list_before(now - grace_s)
         old = [each.manifest for each in self.state.gone if each.number <= number]
-        # M3: after it was listed. So it may not be taken for the entry of a call before, which was
-        # given up and may be there.
+        # M3: the entry comes after the list. Its time is new, so that an entry of an earlier call,
+        # which was given up, is not taken for it.
         self._collected_ns = max(self._now_ns(), self._collected_ns + 1)
         said = Collected(tuple(old[:FACTS_MAX]), self._collected_ns)
         state = self._log.append((said,))
@@ -217,7 +216,7 @@ class Writer:
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
             self._rely_on(state)
-            self._epoch += 1  # M3: no name of before is used again
+            self._epoch += 1  # M3: no earlier name is used again
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
             stop.check()
@@ -225,7 +224,7 @@ class Writer:
         return DeletedObjects(len(names), sum(each.size for each in unneeded))
 
     def find_unneeded(self, grace_s: float = GRACE_S) -> DeletedObjects:
-        """What ``collect`` would delete now. Takes no term, and changes nothing. Raises as it."""
+        """Return what ``collect`` would delete. Takes no term, changes nothing, raises the same."""
         now, number = self._times(grace_s)
         entries = self._list_before(now - grace_s)
         state = self._log.read()
@@ -235,8 +234,8 @@ class Writer:
         return DeletedObjects(len(found), sum(found))
 
     def suspects(self) -> list[Added]:
-        """The versions that lack an object, or whose manifest is damaged, as far as a list of the
-        store tells, which may lack what is newest. Takes no term, and changes nothing."""
+        """Return the versions that lack an object, or whose manifest is damaged, as far as a list
+        of the store shows, which may lack the newest. Takes no term, and changes nothing."""
         state = self._log.read()
         sizes, found = {}, []
         for folder in (PIECES, VERSIONS):
@@ -256,7 +255,7 @@ class Writer:
     def _wanted_objects(
         self, version: Version, number: int, known: Mapping[Key, FileObject]
     ) -> list[tuple[Key, WantedObject]]:
-        """The objects of a file. known: of them, what is there."""
+        """Return the objects of a file. known: those of them that exist."""
         info, file = version.info, version.files[number]
         if version.pieces is None:
             name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
@@ -277,15 +276,15 @@ class Writer:
         self, objects: Mapping[Key, WantedObject], put: Callable[[WantedObject], FileObject]
     ) -> None:
         def put_one(key: Key) -> None:
-            # Known only now: what the store did not confirm is sent again. What is there stays
-            # there until this writer collects.
+            # Known only now: an object that the store did not confirm is sent again. A known one
+            # stays until this writer collects.
             self._known[key] = objects[key].there = put(objects[key])
 
         self._objects.for_each(put_one, [key for key in objects if objects[key].there is None])
 
     def _rely_on(self, state: State) -> None:
-        """Take as known the objects that a manifest names: the last one that this writer had, or
-        that of the newest version; none if that is damaged."""
+        """Take the objects of a manifest as known: the last one of this writer, or that of the
+        newest version; none if that is damaged."""
         names = {each.manifest for each in state.versions}
         if self._last[0] not in names:
             self._last = "", {}
@@ -295,15 +294,15 @@ class Writer:
         self._known = dict(self._last[1])
 
     def _manifest_of(self, added: Added) -> Manifest | None:
-        """The manifest of a version; None if it is damaged."""
+        """Return the manifest of a version; None if it is damaged."""
         try:
             return read_manifest(self._objects, self._seal, added.manifest).manifest
         except CorruptionError:
             return None
 
     def _times(self, grace_s: float) -> tuple[float, int]:
-        """What time it is, at least, by the clock of the store; and the newest entry that is older
-        than ``grace_s``."""
+        """Return a time that the clock of the store has reached, and the number of the newest entry
+        that is older than ``grace_s``."""
         now = 0.0
         for each in self._objects.list(LOG):
             number = entry_number(each.name)
@@ -321,7 +320,7 @@ class Writer:
         return found
 
     def _needed_objects(self, state: State, stop: Stop) -> set[str]:
-        """The objects that versions need, and those that readers may need."""
+        """Return the objects that versions need, and those that readers may need."""
         kept = [each.manifest for each in state.versions]
         gone = [each.manifest for each in state.gone]
         named = {MANIFESTS + name for name in (*kept, *gone)}
@@ -335,14 +334,14 @@ class Writer:
         return named
 
     def _objects_of(self, name: str, data: bytes | None, *, needed: bool) -> Mapping[str, int]:
-        """The bytes of each object that a manifest names; none if it is damaged, and not needed."""
+        """Return the sizes of a manifest's objects; none if it is damaged, and not needed."""
         try:
             if data is None:
                 raise CorruptionError(f"{MANIFESTS}{name} is missing")
             return self._seal.read_manifest(name, data, self._objects.model).object_sizes()
         except CorruptionError as error:
             if not needed:
-                return {}  # nobody can read that version
+                return {}  # no reader can use that version
             raise CorruptionError(
                 f"{error}; Portus cannot tell what it needs, so nothing is deleted. Mirror "
                 "that version again, or remove it"
@@ -358,7 +357,7 @@ class Writer:
 
 
 def read_manifest(objects: ModelObjects, seal: Seal, name: str) -> ReadManifest:
-    """A manifest, checked. Raises ``CorruptionError``, also if it is not there."""
+    """Return a manifest, checked. Raises ``CorruptionError``, also if it does not exist."""
     data = objects.get(MANIFESTS + name)
     if data is None:
         where = f"the mirror of model {objects.model!r}"
