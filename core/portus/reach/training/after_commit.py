@@ -1,8 +1,8 @@
-"""``AfterCommit``: what waits for a commit, so that nothing is missing whenever a process ends.
+"""``AfterCommit``: removals and links that wait for a commit, so that a kill loses no file.
 
-A removal waits until the newest save that was asked for before it, or a later one, is committed. A
-link waits until the file that it leads to is there. Links go before removals, and a file that a
-link beside it leads to is not removed before the link leads elsewhere.
+A removal waits until the newest save that was requested before it, or a later one, is committed. A
+link waits until its target exists. Links go before removals, and a file that is the target of a
+link beside it stays until the link refers to another one.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _log: Final = logging.getLogger("portus")
 
 
 class AfterCommit:
-    """Removals and links that wait for the saves of one training. Paths are absolute, and their
-    last link is not followed.
+    """Removals and links that wait for the saves of one training. Paths are absolute, and a link at
+    their end is not followed.
 
-    saver: of the training. telling: the names of files that a directory loses first. mirror: hears
-    of what is removed.
+    saver: of the training. telling: the names of files that a directory loses first. mirror: gets a
+    note of each removal.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class AfterCommit:
         self._asked = 0
         self._committed = 0
         self._in_flight: Final[dict[str, int]] = {}
-        """The newest save to each path that is not over."""
+        """The newest save to each path, until it has ended."""
         self._made: Final[dict[str, int]] = {}
         """The number of the save that made each file of this training."""
         self._removals: Final[dict[str, int]] = {}
-        """What is to be removed, and after which save; oldest first."""
+        """The paths to remove, and the save that each waits for; oldest first."""
         self._leaving: Final[set[str]] = set()
-        """What is being removed."""
+        """The paths that are being removed."""
         self._links: list[tuple[int, str, str]] = []
-        """Links that wait: after which save, what they are called, and where they are to lead."""
+        """Waiting links: the save that each waits for, the link's path, and its target."""
 
     def delete(self, path: str) -> None:
         """Remove a file, or a directory, durably. Raises ``MediumError``."""
@@ -63,8 +63,8 @@ class AfterCommit:
             self._saver.remove(path)
 
     def begin_save(self, path: str) -> int:
-        """Return the number of a save to ``path``, which begins. What is there is not to be removed
-        any more: it will be replaced."""
+        """Return the number of a save to ``path``, which begins. Earlier requests to remove
+        ``path`` are void: the save will replace the file."""
         with self._lock:
             self._asked += 1
             self._in_flight[path] = self._asked
@@ -74,7 +74,8 @@ class AfterCommit:
             return self._asked
 
     def over(self, number: int, path: str, *, is_committed: bool, may_remove: bool = True) -> None:
-        """Save ``number`` has ended. On the worker; in a signal handler not ``may_remove``."""
+        """Note the end of save ``number``. On the worker; in a signal handler not
+        ``may_remove``."""
         with self._lock:
             # A later save to the same path may be in flight by now.
             if self._in_flight.get(path) == number:
@@ -86,7 +87,7 @@ class AfterCommit:
             ready = [each for each in self._links if each[0] == number]
             self._links = [each for each in self._links if each[0] != number]
         if is_committed:
-            # Links before removals: what a link led to stays until it leads elsewhere
+            # Links before removals: a link's target stays until the link has another one
             # (decision 0207).
             for _, link, target in ready:
                 _lead(link, target)
@@ -94,13 +95,13 @@ class AfterCommit:
             self.remove_ready()
 
     def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to ``target``, in one step, once that is there; where its save fails,
-        it leads where it led before. Raises ``OSError`` where no link can be made at once."""
+        """Have ``link`` refer to ``target``, in one step, once that exists; if its save fails, the
+        link keeps its old target. Raises ``OSError`` if no link can be made at once."""
         if os.path.isdir(link) and not os.path.islink(link):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), link)
         with self._lock:
             number = self._in_flight.get(target)
-            # The name is wanted again: a removal asked for before would take the new link.
+            # The name is wanted again: an earlier request would remove the new link.
             self._removals.pop(link, None)
             if number is not None:
                 self._links.append((number, link, target))
@@ -111,37 +112,36 @@ class AfterCommit:
         self._remove_now_or_later()
 
     def remove(self, path: str) -> None:
-        """Have the file at ``path`` removed; at once, if no save is in flight."""
+        """Remove the file at ``path`` after the saves so far; at once, if no save is in flight."""
         with self._lock:
             self._forget_link(path)
-            self._removals.pop(path, None)
-            # After the newest save that was asked for before, whatever becomes of it
+            self._removals.pop(path, None)  # the new request goes to the end
+            # After the newest save that was requested before, whatever its outcome
             # (decision 0065).
             self._removals[path] = self._asked
         self._remove_now_or_later()
 
     def keep(self, path: str) -> None:
-        """A file is about to be written: what was asked to be removed there is not to be removed
-        any more."""
+        """Cancel the removal of ``path``: a file is about to be written there."""
         with self._lock:
             self._removals.pop(path, None)
 
     def is_there(self, path: str) -> bool:
-        """Return whether a file is there as far as its user knows: on its way counts, and one that
-        is to be removed does not."""
+        """Return whether a file exists in the view of its user: a file in flight counts, and one
+        that is to be removed does not."""
         with self._lock:
             if path in self._removals or path in self._leaving:
-                return False  # asked for after any save to it, which may not be over yet
+                return False  # requested after each save to it, which may still run
             if path in self._in_flight or any(link == path for _, link, _ in self._links):
                 return True
         return os.path.exists(path)
 
     def make_room(self) -> bool:
-        """The disk is full: remove the oldest file that is to be removed, if a newer one than that
-        is there. Return whether that was done."""
+        """Remove, from a full disk, the oldest file that waits for removal, if a newer one exists.
+        Return whether that was done."""
         with self._lock:
             path = next(iter(self._removals), None)
-            # With nothing newer than it, it may be the last checkpoint, which no save is worth
+            # Without a newer one it may be the last checkpoint, which no save is worth
             # (decision 0065).
             if path is None or self._committed <= self._made.get(path, 0) or _is_led_to(path):
                 return False
@@ -153,7 +153,7 @@ class AfterCommit:
         self._links = [each for each in self._links if each[1] != path]
 
     def leftovers(self) -> list[str]:
-        """Return what was to be removed, and stays: nothing was committed that replaces it."""
+        """Return the paths that should go, but stay: no commit replaces them."""
         with self._lock:
             return list(self._removals)
 
@@ -161,13 +161,13 @@ class AfterCommit:
         if not self._removals:
             return
         if self._in_flight:
-            # On the worker, after the saves that were asked for so far.
+            # On the worker, after the saves that were requested so far.
             self._saver.shared.queue.put(Errand(self.remove_ready))
         else:
             self.remove_ready()
 
     def remove_ready(self) -> None:
-        """Remove what waits for no save any more."""
+        """Remove the files that wait for no save any more."""
         with self._lock:
             ready = [
                 path
@@ -185,7 +185,7 @@ class AfterCommit:
         try:
             self.delete(path)
         except MediumError as error:
-            # No error of a save: what stays costs space, and nothing is lost.
+            # No error of a save: the file costs space, and nothing is lost.
             say_it_stays(path, error)
             return False
         finally:
@@ -216,7 +216,7 @@ def _lead(link: str, target: str) -> None:
 
 
 def _is_led_to(path: str) -> bool:
-    """Return whether a link beside the file leads to it."""
+    """Return whether a link beside the file refers to it."""
     with contextlib.suppress(OSError), os.scandir(os.path.dirname(path)) as found:
         real = os.path.realpath(path)
         return any(

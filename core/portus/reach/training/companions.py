@@ -1,4 +1,4 @@
-"""What accompanies the saves to a directory, see ``portus.engine.pipeline.companions``."""
+"""Makes the companions of saves to a directory, see ``portus.engine.pipeline.companions``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from portus.reach.training.file_mirror import DirectoryMirror
 
 
 def companions_of(directory: str, settings: Settings) -> list[Companion]:
-    """Return what accompanies the saves to a directory: its journal and its mirror, if the
-    settings say so. Raises ``UsageError`` for a mirror that cannot have files, and for what only
+    """Return the companions of saves to a directory: its journal and its mirror, if the settings
+    have them. Raises ``UsageError`` for a mirror that cannot have files, and for settings that only
     pools have."""
     what = f"{printable(directory)} is a directory of files"
     refuse_settings_of_pools(settings, what)
@@ -39,7 +39,7 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
 
 
 def refuse_settings_of_pools(settings: Settings, what: str) -> None:
-    """Raise ``UsageError`` for what only pools have. what: says that there are files."""
+    """Raise ``UsageError`` for settings that only pools have. what: says that there are files."""
     if settings.max_bytes is not None:
         raise UsageError(
             f"max_bytes: {what}, which have no largest size together; keep= says how many stay, or "
@@ -50,5 +50,5 @@ def refuse_settings_of_pools(settings: Settings, what: str) -> None:
 
 
 def _home_in(directory: str, home: str) -> str | None:
-    """Return where the journal is; None while there is no place for it."""
+    """Return the directory of the journal; None while there is no place for it."""
     return home if os.path.isdir(directory) else None

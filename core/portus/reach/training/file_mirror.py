@@ -1,13 +1,13 @@
-"""``DirectoryMirror``: the files of one run are copied to a store, behind training, newest first.
+"""``DirectoryMirror``: copies the files of one run to a store, in the background, newest first.
 
-Each committed file is uploaded whole, under its own name, also if the run removes it meanwhile. A
-checkpoint that is a directory counts once all its files are there, by one entry of the log. What
-the run removes is removed there too, once what was newest by then is there, or something newer: so
-the store is never without the newest checkpoint that it had. A machine that has nothing of the run
-fetches the files before it looks for the one to go on from.
+Each committed file is uploaded whole, under its own name, even if the run removes it meanwhile. A
+checkpoint that is a directory counts once all its files are there, by one entry of the log. A file
+that the run removes is removed there too, once the checkpoint that was newest by then is there, or
+a newer one: so the store never lacks the newest checkpoint that it had. A machine without files of
+the run fetches them before it looks for the one to resume from.
 
-Beside the journal of the run a note says who this run on this machine is, and what it removed that
-is in the store still: after a kill it is removed there, too.
+Beside the journal of the run is a note. It has the identity of this run on this machine, and the
+removed files that the store may still have: after a kill they are removed there, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _DRAFTS_S: Final = 60.0
 
 class _Note(msgspec.Struct):
     """``run``: 32 hex digits, of this run on this machine. ``gone``: paths of files that the run
-    removed, and that the store may have still."""
+    removed, and that the store may still have."""
 
     run: str
     gone: list[str] = []
@@ -78,7 +78,7 @@ class _Note(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to be uploaded. ``identity``: what tells that it is the same still."""
+    """A file to upload. ``identity``: differs if the file was changed or replaced."""
 
     path: str
     identity: tuple[int, ...]
@@ -88,8 +88,8 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """A checkpoint to be uploaded: a file, or a directory. ``files``: all that is in it now.
-    ``term``: in which it was saved; None for this one."""
+    """A checkpoint to upload: a file, or a directory. ``files``: all of its files now. ``term``:
+    the term of its save; None for this one."""
 
     path: str
     step: int
@@ -104,7 +104,7 @@ class _Checkpoint:
 
     @property
     def time_ns(self) -> int:
-        """When it was written."""
+        """The time at which it was written."""
         return self.newest.time_ns
 
 
@@ -122,10 +122,10 @@ class DirectoryMirror(BackgroundCopier, Companion):
         home: str,
         of_directories: bool = False,
     ) -> None:
-        """Asks nobody. root: the directory, absolute, that names in the store are relative to, and
-        below which all is mirrored. checkpoints: a directory there, in which others may have left
-        checkpoints: files, or else ``of_directories``. home: the directory of the note, made when
-        that is written. Raises ``UsageError``."""
+        """Make no request. root: the directory, absolute, that names in the store are relative to,
+        and below which all is mirrored. checkpoints: a directory there, in which others may have
+        left checkpoints: files, or else ``of_directories``. home: the directory of the note, made
+        when that is written. Raises ``UsageError``."""
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=settings.mirror_wait)
         self._directory: Final = root
@@ -135,27 +135,27 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
-        """Guards the note, and what is to be done."""
+        """Guards the note, and the work to do."""
         note = _read_note(self._note_path)
         self._own_run: Final = note.run
         self._gone: Final = dict.fromkeys(note.gone, 0)
-        """What the run removed and the store may have still, and when the newest that had been
-        committed by then was written."""
+        """The paths that the run removed and the store may still have, and the time at which the
+        newest checkpoint that was committed by then was written."""
         self._waiting: Final[dict[str, _Checkpoint]] = {}
-        """What is not mirrored, by path."""
+        """The checkpoints that are not mirrored, by path."""
         self._links: Final[set[str]] = set()
         self._step_of: Final[dict[str, int]] = {}
         self._uploaded = ""
         self._newest_ns = 0
         self._has_begun = False
         self._is_behind = False
-        """True if a file could not be read: what was to go before it stays in the store."""
+        """True if a file could not be read: then the store loses no file."""
 
     # Before the first save.
 
     def fetch(self) -> int:
-        """Fetch what the store has, if this machine lacks the newest of it, and did not remove it.
-        Return how many files. Blocks.
+        """Fetch the store's files, if this machine lacks the newest of them, and did not remove it.
+        Return the number of fetched files. Blocks.
 
         Raises ``UsageError`` if both have a history that the other one lacks, ``CorruptionError``
         if no file there is as it was uploaded, and what the store raises.
@@ -165,19 +165,19 @@ class DirectoryMirror(BackgroundCopier, Companion):
             return self._fetch_all(state) if self._is_lost(state) else 0
 
     def pull(self) -> tuple[list[str], bool]:
-        """Fetch what the store has and is not here, whoever has a newer history; return the paths,
-        and whether that is all of it. Blocks. Raises as ``fetch``."""
+        """Fetch the store's files that this machine lacks, regardless of their history; return the
+        paths, and whether all are fetched. Blocks. Raises as ``fetch``."""
         before = self._missing(state := self._mirror.read())
         self._fetch_all(state)
         found = [each.path for each in before if self._has(each)]
         return found, len(found) == len(before) and not self._mirror.damage
 
     def begin(self) -> None:
-        """``fetch``, and from now on what the run commits is mirrored, and nobody else's: before
-        the first save.
+        """Call ``fetch``, and mirror the commits of this run from now on, and of no other run. Call
+        it before the first save.
 
-        Raises as ``fetch``, and ``UsageError`` if the store may be read, not written. If it does
-        not answer and this machine has something, the thread tries again.
+        Raises as ``fetch``, and ``UsageError`` if this process may read the store but not write it.
+        If the store does not answer and this machine has checkpoints, the thread tries again.
         """
         if self._has_begun:
             return
@@ -188,7 +188,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     self._claim()
             except (TransportError, MediumError) as error:
                 if not any(self._images()):
-                    raise  # nobody knows whether there is something to go on from
+                    raise  # there may be a checkpoint to resume from
                 self._say(error)
             self._has_begun = True
             self._look()
@@ -216,7 +216,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._forget_removal(name)
             self._links.discard(name)
             found = self._read(name, step)
-            # Who fetches gives files their times back, and Lightning chooses by them
+            # A fetch gives files their times back, and Lightning chooses by them
             # (decision 0208).
             if found is not None and found.time_ns <= self._newest_ns:
                 newest = os.path.join(self._directory, found.newest.path)
@@ -225,12 +225,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 found = self._read(name, step)
             if found is not None:
                 self._newest_ns = max(self._newest_ns, found.time_ns)
-                self._waiting.pop(name, None)
+                self._waiting.pop(name, None)  # messages name the last one as the newest
                 self._waiting[name] = found
         self.wake()
 
     def note_link(self, link: str) -> None:
-        """A link at ``link`` leads, or is about to lead, to a file of the run."""
+        """Note that the link at ``link`` refers, or is about to refer, to a file of the run."""
         name = self._name_of(link)
         if name is not None:
             with self._guard:
@@ -240,7 +240,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self.wake()
 
     def removing(self, path: str) -> None:
-        """What is at ``path`` is about to be removed by the run. Raises nothing."""
+        """Note that the run is about to remove ``path``. Raises nothing."""
         name = self._name_of(path)
         if name is None:
             return
@@ -249,13 +249,13 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._links.discard(name)
             is_there = name == self._uploaded or bool(self._there_in(name))
             if is_there and name not in self._gone:
-                # Noted durably before it is removed here: after a kill nothing else would know.
+                # Noted durably before the removal here: after a kill only the note knows of it.
                 self._gone[name] = self._newest_ns
                 self._write_note()
         self.wake()
 
     def _may_yield(self) -> bool:
-        """Whether the file that is uploaded was removed meanwhile: its space is held."""
+        """Return whether the uploaded file was removed meanwhile: the upload holds its space."""
         return not os.path.lexists(os.path.join(self._directory, self._uploaded))
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         super().close()
 
     def backlog(self) -> list[str]:
-        """The paths of the checkpoints that are not mirrored."""
+        """Return the paths of the checkpoints that are not mirrored."""
         with self._guard:
             return list(self._waiting)
 
@@ -288,14 +288,14 @@ class DirectoryMirror(BackgroundCopier, Companion):
             while (found := self._next()) is not None:
                 links = self._links_now()
                 self._upload(found)
-                # Not at the end alone: where saves come faster than uploads, there is none.
+                # Not only at the end: if saves come faster than uploads, it never comes.
                 self._say_links(links)
                 self._remove_gone()
             self._say_links(self._links_now())
             self._remove_gone()
 
     def _next(self) -> _Checkpoint | None:
-        """The newest checkpoint that waits."""
+        """Return the newest checkpoint that waits; None if none does."""
         with self._guard:
             newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
             self._uploaded = newest.path if newest is not None else ""
@@ -304,8 +304,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _upload(self, committed: _Checkpoint) -> None:
         found: _Checkpoint | None = committed
         if committed.is_directory:  # others may have put files there meanwhile
-            # Other ranks publish their files by themselves; what is not there by then is in no
-            # entry.
+            # Other ranks publish their own files; later ones are in no entry.
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
         if found is not None:
@@ -325,7 +324,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 del self._waiting[committed.path]
 
     def _send(self, found: _Checkpoint) -> list[FileAdded] | None:
-        """Upload what the store has not; None if a file is another one now, or cannot be read."""
+        """Upload the files that the store lacks; None if one has changed, or cannot be read."""
         filed, files = [], list(found.files)
         if found.is_directory:
             files = [
@@ -333,8 +332,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
             ]
         self._mirror.set_aside([each.path for each in files])
         with contextlib.ExitStack() as held:
-            # All before the first is sent: the run may remove the directory meanwhile, and where
-            # saves come faster than uploads, it does each time.
+            # All before the first is sent: the run may remove the directory meanwhile, and does so
+            # each time if saves come faster than uploads.
             opened = [self._hold(each, held) for each in files[:_HELD_MAX]]
             for file, where in itertools.zip_longest(files, opened):
                 sent = self._send_file(found, file, where or self._path_of(file.path))
@@ -344,23 +343,23 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return filed
 
     def _hold(self, file: _File, held: contextlib.ExitStack) -> str:
-        """Return where a file is while ``held`` is open, also if it is removed meanwhile."""
+        """Return a path that a file has while ``held`` is open, even if it is removed meanwhile."""
         path = self._path_of(file.path)
         try:
             number = os.open(path, os.O_RDONLY)
         except OSError:
-            return path  # whoever opens it there says why
+            return path  # the next open there raises the cause
         held.callback(os.close, number)
         return f"/proc/self/fd/{number}"
 
     def _send_file(self, found: _Checkpoint, file: _File, where: str) -> FileAdded | None:
-        """Upload a file that is open at ``where``; None as of ``_send``."""
+        """Upload a file that is open at ``where``; return None as ``_send`` does."""
         path = self._path_of(file.path)
         try:
             return use_file(where, partial(self._upload_from, found, file))
         except (UsageError, StaleError) as error:
             if _is_there(path):
-                raise  # the store refuses it
+                raise  # the file is readable, so the store refuses it
             cause = str(error)
         except OSError as error:
             if isinstance(error, PortusError):
@@ -373,7 +372,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return None
 
     def _upload_from(self, found: _Checkpoint, file: _File, opened: OpenFile) -> FileAdded | None:
-        """Upload a file that is open; None if it is another one now."""
+        """Upload an open file; return None if it has changed."""
         path = self._path_of(file.path)
 
         def is_same() -> bool:
@@ -392,19 +391,19 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 time_ns=file.time_ns,
                 term=found.term,
             )
-        # If it was written to meanwhile, what was sent is of no single moment. What is in a pool is
-        # never written to.
+        # After a write meanwhile the sent bytes are of no single moment. No write changes a version
+        # in a pool.
         if opened.number is not None and not is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return sent
 
     def _there_in(self, name: str) -> list[str]:
-        """The paths that the store has of the checkpoint ``name``: itself, or those below it."""
+        """Return the store's paths of the checkpoint ``name``: itself, or those below it."""
         files = self._mirror.state.files
         return [each.path for each in files if not each.retired and _is_in(each.path, name)]
 
     def _links_now(self) -> dict[str, str]:
-        """Where the links of the run lead."""
+        """Return the targets of the run's links."""
         with self._guard:
             links = list(self._links)
         found = {}
@@ -423,12 +422,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._mirror.link(name, target)
 
     def _remove_gone(self) -> None:
-        # What was to take their place is not there: the mirror would lose the newest that it has.
+        # Their replacement is not there: the mirror would lose its newest checkpoint.
         if self._is_behind:
             return
         links = {_target_of(each.path, each.link) for each in self._mirror.state.files if each.link}
         with self._guard:
-            # Asked together: what waits by now is to take the place of what goes.
+            # Read together: the checkpoints that wait now replace those that go.
             waiting = [each.time_ns for each in self._waiting.values()]
             gone = list(self._gone)
             if waiting:
@@ -445,8 +444,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._write_note()
 
     def _is_over(self, name: str, waiting: Sequence[int]) -> bool:
-        """Return whether what took the place of a checkpoint is there. waiting: when what is not
-        was written."""
+        """Return whether the replacement of a checkpoint is mirrored. waiting: the write times of
+        the checkpoints that are not."""
         since = self._gone[name]
         files = [each for each in self._mirror.state.files if _is_in(each.path, name)]
         saved = max((each.time_ns for each in files), default=0)
@@ -470,8 +469,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._newest_ns = max(self._newest_ns, newest_ns)
 
     def _look(self) -> None:
-        """Note what is in the directory and not in the store: a process that was killed did not
-        come to it."""
+        """Note the checkpoints in the directory that the store lacks: a killed process may have
+        left some."""
         newest = self._mirror.state.newest_file
         for path in self._checkpoints_here():
             name = os.path.relpath(path, self._directory)
@@ -479,18 +478,18 @@ class DirectoryMirror(BackgroundCopier, Companion):
             with self._guard:
                 if found is None or name in self._waiting:
                     continue
-                # Asked last: it was waiting.
+                # After ``_waiting``: a checkpoint leaves that only once the state has it.
                 if all(_is_same(each, self._mirror.state.file(each.path)) for each in found.files):
                     continue
                 is_old = newest is not None and found.time_ns < newest.time_ns
                 term = newest.term if newest is not None and is_old else None
                 self._waiting[name] = replace(found, term=term)
 
-    # What a machine that has nothing gets.
+    # Fetches of a machine without files.
 
     def _is_lost(self, state: State) -> bool:
-        """True if what the store has is to be fetched: this machine has nothing of it. Raises
-        ``ElsewhereError`` if this machine has what the store has not, of another history."""
+        """Return whether to fetch the store's files: this machine has none of them. Raise
+        ``ElsewhereError`` if it has files that the store lacks, of another history."""
         newest = state.newest_file
         if not state.number and not any(self._images()):
             self._mirror.require_no_files()
@@ -498,7 +497,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             return False
         own = [each.number for each in state.terms if each.pool.hex() == self._own_run]
         if max(own, default=-1) >= newest.term:
-            return False  # this run had all of that, and what is missing here was removed here
+            return False  # this run had all of them, and removed the missing ones here
         there = {each.path: each for each in state.files}
         for path in self._images():
             said = there.get(os.path.relpath(path, self._directory))
@@ -521,7 +520,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return False
 
     def _missing(self, state: State) -> list[FileAdded]:
-        """What is not here, oldest first."""
+        """Return the store's files that are not here, oldest first."""
         files = [
             each
             for each in state.files
@@ -534,7 +533,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return sorted(files, key=lambda each: (newest[of := self._checkpoint_of(each)], of))
 
     def _fetch_all(self, state: State) -> int:
-        """Oldest first: whoever is killed in it finds the newest missing, and goes on."""
+        """Fetch missing files, oldest first: after a kill the newest is still missing."""
         files = self._missing(state)
         if not files:
             return 0
@@ -570,13 +569,13 @@ class DirectoryMirror(BackgroundCopier, Companion):
             path = os.path.join(self._directory, each.path)
             if each.link and not os.path.lexists(path):
                 with contextlib.suppress(OSError):
-                    # Last: Lightning takes a `last` that leads nowhere for no checkpoint, and
+                    # Last: Lightning takes a `last` without its target for no checkpoint, and
                     # begins anew.
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
         return done
 
     def _checkpoint_of(self, said: FileAdded) -> str:
-        """The directory of a checkpoint that a file is in; of one that is a file, its path."""
+        """Return the directory of a file's checkpoint; if the checkpoint is a file, its path."""
         return os.path.dirname(said.path) if self._of_directories else said.path
 
     def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
@@ -603,7 +602,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             publisher.close()
 
     def _base_for(self, path: str) -> str | None:
-        """The directory of the run, for what is not to be seen among its checkpoints."""
+        """Return the run's directory, for drafts; None on another file system, or elsewhere."""
         base = os.path.realpath(self._directory)
         is_below = os.path.commonpath([base, path]) == base
         is_same = is_below and os.stat(base).st_dev == os.stat(os.path.dirname(path)).st_dev
@@ -612,7 +611,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
     # The directory.
 
     def _checkpoints_here(self) -> Iterator[str]:
-        """The checkpoints of Portus where there may be some: files, or directories of files."""
+        """Yield the checkpoints of Portus here: files, or directories of files."""
         if not self._of_directories:
             yield from self._images()
             return
@@ -621,7 +620,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 yield path
 
     def _images(self) -> Iterator[str]:
-        """The files of Portus where there may be some."""
+        """Yield the files of Portus in the directories that may have some."""
         there = {os.path.dirname(each.path) for each in self._mirror.state.files}
         found = {os.path.normpath(self._path_of(each)) for each in there}
         found.add(os.path.normpath(self._checkpoints))
@@ -645,7 +644,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return os.path.join(self._directory, name)
 
     def _read(self, name: str, step: int) -> _Checkpoint | None:
-        """What a checkpoint is made of now; None if it was removed again."""
+        """Return a checkpoint with its present files; None if it was removed again."""
         path, is_directory = self._path_of(name), False
         found = [(name, path)]
         if os.path.isdir(path) and not os.path.islink(path):
@@ -667,7 +666,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return _Checkpoint(name, step, tuple(files), is_directory) if files else None
 
     def _name_of(self, path: str) -> str | None:
-        """What a file is called in the store; None for one elsewhere, or whose name is no text."""
+        """Return a file's name in the store; None for one elsewhere, or whose name is no text."""
         name = os.path.relpath(path, self._directory)
         if name.startswith(os.pardir) or name != name.encode(errors="replace").decode():
             return None
@@ -681,7 +680,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._write_note()
 
     def _write_note(self) -> None:
-        """Durably. What fails is logged: then a kill may leave in the store what was removed."""
+        """Write the note durably. Log a failure: then a kill may leave removed files there."""
         directory = os.path.dirname(self._note_path)
         fresh = f"{self._note_path}.new"
         try:
@@ -711,14 +710,14 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _is_there(path: str) -> bool:
-    """False for a file that cannot be read, and for a pointer whose version was removed."""
+    """Return whether a file can be read; False also for a pointer whose version was removed."""
     with contextlib.suppress(PortusError, OSError):
         return use_file(path, lambda file: True)
     return False
 
 
 def _size_of(path: str, status: os.stat_result) -> int:
-    """The size of a file; of a pointer, that of what it leads to."""
+    """Return the size of a file; for a pointer, the size of the file that it refers to."""
     if status.st_size <= POINTER_MAX:
         with contextlib.suppress(PortusError, OSError):
             return use_file(path, lambda file: file.size)
@@ -735,7 +734,7 @@ def _is_in(path: str, above: str) -> bool:
 
 def _is_same(file: _File, said: FileAdded | None) -> bool:
     """Return whether the mirror has a file, and it is the run's: one that the run removed, and that
-    somebody put back, is mirrored anew."""
+    another process put back, is mirrored anew."""
     if said is None or said.retired:
         return False
     return (said.size, said.time_ns) == (file.size, file.time_ns)

@@ -1,4 +1,4 @@
-"""Links that lead to the newest checkpoint: replaced in one step."""
+"""Links to the newest checkpoint, replaced in one step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from portus.errors import MediumError
 
 
 def replace_link(link: str, target: str) -> None:
-    """Make ``link`` a symbolic link to ``target``, in place of the link or file that may be there,
-    in one step: whoever dies meanwhile leaves the one or the other, and what is left in the hidden
-    folder goes with the next start. Raises ``MediumError``."""
+    """Make ``link`` a symbolic link to ``target``, in place of an existing link or file, in one
+    step: a kill leaves the one or the other, and the next start removes leftovers in the hidden
+    folder. Raises ``MediumError``."""
     directory, name = os.path.split(os.path.abspath(link))
     folder = HiddenFolder(Linux(), directory)
     try:
-        # Locked meanwhile: a start of another process removes what belongs to no locked record.
+        # Locked meanwhile: another process's start removes the files of unlocked records.
         record = folder.claim()
         try:
             made = folder.make(), hidden_name(record.token, PATH)

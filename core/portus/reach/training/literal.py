@@ -1,4 +1,4 @@
-"""``LiteralContents``: a file without storages: all of its bytes are known at the call."""
+"""``LiteralContents``: a file without storages: the call knows all of its bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from portus.engine.image.image import Column, Image, bytes_image
 
 
 class LiteralContents:
-    """Bytes as ``FileContents``."""
+    """Literal bytes as ``FileContents``."""
 
     storages: Final[Sequence[torch.UntypedStorage]] = ()
     owned_storages: Final[frozenset[int]] = frozenset()

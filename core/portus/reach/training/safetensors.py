@@ -1,4 +1,4 @@
-"""Safetensors files, saved."""
+"""Saves safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from portus.reach.formats.named_tensors import NamedTensors
 
 @dataclass(frozen=True, slots=True)
 class Safetensors(OwnFormat):
-    """Tensors by their names that are to be a safetensors file, and its metadata."""
+    """Tensors by their names, to be saved as a safetensors file, and its metadata."""
 
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -36,12 +36,12 @@ def save_safetensors(
 ) -> SaveHandle:
     """Save ``tensors`` to ``path`` in the background, as ``safetensors.torch.save_file`` would.
 
-    The file is one that every reader of safetensors reads, with digests in its metadata. All else
-    is as of ``portus.save``. A tensor that is a part of a larger storage is copied in the call.
+    Every reader of safetensors reads the file, which has digests in its metadata. Otherwise the
+    same as ``portus.save``. The call copies a tensor that is a part of a larger storage.
 
     tensors: dense and contiguous, by their names; no two of them may share memory.
     metadata: texts by their names, which readers find in the file.
 
-    Raises ``UsageError`` for what safetensors cannot hold, and as ``portus.save``.
+    Raises ``UsageError`` for tensors that safetensors cannot hold, and as ``portus.save``.
     """
     return handle_of(saver().save(Safetensors(tensors, metadata or {}), path), wait)

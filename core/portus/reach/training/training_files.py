@@ -47,14 +47,14 @@ _log: Final = logging.getLogger("portus")
 class TrainingFiles:
     """Saves, removals and links of one training, in the order of the calls; see ``AfterCommit``.
 
-    A forked child has no part in what its parent has in flight, and has savers of its own.
+    A forked child has savers of its own, and leaves its parent's saves in flight alone.
 
-    settings: how to save. of_directories: checkpoints are directories. telling: the names of files
-    that each of these has, and that are removed first: without them it is no checkpoint.
-    removed_elsewhere: another process removes them. pool: a device or a storage host, where the
-    states go; at the paths are pointers then, and a version goes with its last pointer. is_named:
-    the name of the training is one that a user gave, see ``TrainingPool``. rank: of this process,
-    where each of a job saves files of its own there.
+    settings: of the saves. of_directories: checkpoints are directories. telling: the names of files
+    that each checkpoint has, and that are removed first: without them it is no checkpoint.
+    removed_elsewhere: another process removes checkpoints. pool: a device or a storage host for the
+    states; then pointers are at the paths, and a version goes with its last pointer. is_named: a
+    user gave the name of the training, see ``TrainingPool``. rank: of this process, if each of a
+    job saves files of its own there.
 
     Raises ``UsageError`` for settings that make no sense there.
     """
@@ -89,7 +89,7 @@ class TrainingFiles:
         self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
         self.has_begun = False
-        """Whether ``begin`` was called since it was closed."""
+        """True if ``begin`` was called since it was closed."""
         self._journal_at: tuple[str, str] | None = None
         self._journal: Journal | None = None
         self._mirror: DirectoryMirror | None = None
@@ -99,12 +99,12 @@ class TrainingFiles:
 
     @calls.mark
     def fetch(self, name: str, place: str, checkpoints: str) -> None:
-        """Fetch the files of the training ``name`` that the mirror has, if the settings name one
-        and this machine lacks the newest. Blocks. place: the directory that notes and the journal
-        of the training are in; checkpoints: that of its checkpoints; both absolute.
+        """Fetch the mirrored files of the training ``name``, if the settings name a mirror and this
+        machine lacks the newest. Blocks. place: the directory of the training's notes and journal;
+        checkpoints: that of its checkpoints; both absolute.
 
-        Raises ``UsageError`` if both have what the other one lacks, ``CorruptionError`` if the
-        mirror has no file that is as it was uploaded, and ``TransportError``.
+        Raises ``UsageError`` if both have files that the other one lacks, ``CorruptionError`` if no
+        file of the mirror is as it was uploaded, and ``TransportError``.
         """
         self._forget_parent()
         mirror = self._mirror_at(name, place, checkpoints)
@@ -115,10 +115,10 @@ class TrainingFiles:
     def begin(
         self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
     ) -> None:
-        """The training ``name`` begins: from now on its saves are in the journal, and in the
-        mirror, if the settings name one. resumed_step: of the checkpoint that it goes on from, if
-        it does. The others, and what is raised: as of ``fetch``; and ``UsageError`` for a mirror
-        that may not be written."""
+        """Begin the training ``name``: from now on its saves are in the journal, and in the mirror,
+        if the settings name one. resumed_step: of the checkpoint that the training resumes from, if
+        it does. Other parameters and errors: as of ``fetch``; and ``UsageError`` for a mirror that
+        this process may not write."""
         self._forget_parent()
         self._name = name
         if resumed_step is not None:
@@ -130,24 +130,24 @@ class TrainingFiles:
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
-        self._begin_journal()  # it listens to steps, so nothing may raise behind it
+        self._begin_journal()  # it listens to steps, so no later line may raise
         self.has_begun = True
 
     def keep_drafts_below(self, base: str) -> None:
-        """Put the drafts of what is below the directory ``base`` into its hidden folder from now
-        on. For saves that are a part of others, for which ``begin`` is called."""
+        """Keep the drafts of files below the directory ``base`` in its hidden folder from now on.
+        For saves that are a part of others, for which ``begin`` is called."""
         self._forget_parent()
         self._base = base
 
     @calls.mark
     def open(self) -> None:
-        """Track from now on which optimizer steps what, so that the first save too is copied in the
-        background."""
+        """Track from now on which optimizer steps which tensors, so that the first save too is
+        copied in the background."""
         self._open()
 
     def save(self, state: object, path: str, step: int) -> SaveHandle:
-        """Begin to save ``state`` to ``path``, absolute; its directory is made, and a link there is
-        replaced. See ``portus.save``."""
+        """Begin to save ``state`` to ``path``, absolute; make its directory, and replace a link
+        there. See ``portus.save``."""
         return self._save_as(path, os.path.dirname(path), {os.path.basename(path): state}, step)
 
     def save_directory(
@@ -161,14 +161,14 @@ class TrainingFiles:
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
         """Begin to save ``files``, by their names, into ``directory``, absolute, which is made.
-        They become visible together, once what else is there is durable too. That stays. See
-        ``portus.save``.
+        They become visible together, once the other files there are durable too. Other files stay.
+        See ``portus.save``.
 
-        files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note:
-        a text in UTF-8, which ``portus.read_note`` returns of each file. ready: called on the
-        worker before they become visible; blocks for as long as that has to wait, and raises
-        ``PortusError`` to forbid it. fenced: tensors that nobody writes before ``fence`` was
-        called, beside those that an optimizer steps.
+        files: a state for each torch file, and a ``Safetensors`` for each safetensors file. note: a
+        text in UTF-8, which ``portus.read_note`` returns of each file. ready: called on the worker
+        before the files become visible; blocks as long as they have to wait, and raises
+        ``PortusError`` to forbid it. fenced: tensors that are not written before a call of
+        ``fence``, beside those that an optimizer steps.
         """
         if not files:
             raise UsageError(f"{printable(directory)}: expected a file to save, found none")
@@ -181,8 +181,8 @@ class TrainingFiles:
 
     @calls.mark
     def save_text(self, path: str, text: str, ready: Callable[[], None]) -> SaveHandle:
-        """Begin to save a text file to ``path``, absolute, after the saves so far. In UTF-8. ready:
-        as of ``save_directory``."""
+        """Begin to save a text file, in UTF-8, to ``path``, absolute, after the saves so far.
+        ready: as of ``save_directory``."""
         saver, _ = self._open()
         contents = PreparedFile(LiteralContents(text.encode()))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
@@ -205,7 +205,7 @@ class TrainingFiles:
         ready: Callable[[], None] = lambda: None,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
-        """path: what is removed later, or linked to. ready: see ``SaveRequest``."""
+        """Begin a save. path: to remove later, or to link to. ready: see ``SaveRequest``."""
         saver, after = self._open()
         try:
             make_directory(directory)
@@ -213,7 +213,7 @@ class TrainingFiles:
             return saver.refuse(error)
         number = after.begin_save(path)
         for name in files:
-            # A file of the directory may be one that was to be removed by itself.
+            # A removal of a single file of the directory may still wait.
             after.keep(os.path.join(directory, name))
         request = _CheckpointRequest(
             step=step,
@@ -241,9 +241,9 @@ class TrainingFiles:
 
     @calls.mark
     def remove(self, path: str) -> None:
-        """Remove the file or the directory at ``path``, absolute, once the newest save that was
-        asked for, or a later one, is committed; at once, if none is in flight."""
-        # With a pool also when nothing is open: the version goes with its last pointer
+        """Remove the file or the directory at ``path``, absolute, once the newest save so far, or a
+        later one, is committed; at once, if none is in flight."""
+        # With a pool also when no saver is open: the version goes with its last pointer
         # (decision 0215).
         if self._is_open() or self._pool_at is not None:
             self._open()[1].remove(path)
@@ -252,8 +252,8 @@ class TrainingFiles:
             self._mirror.removing(path)
         try:
             if os.path.isdir(path) and not os.path.islink(path):
-                # Those first without which it is no checkpoint: a kill in the middle leaves none
-                # that is half.
+                # First the files without which it is no checkpoint: a kill in the middle leaves no
+                # half of one.
                 for file in files_below(path, self._telling):
                     os.unlink(file)
                 shutil.rmtree(path)
@@ -266,8 +266,8 @@ class TrainingFiles:
 
     @calls.mark
     def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to ``target``, both absolute, in one step, once that is there. Raises
-        ``OSError`` where no link can be made at once."""
+        """Have ``link`` refer to ``target``, both absolute, in one step, once that exists. Raises
+        ``OSError`` if no link can be made at once."""
         if self._is_open():
             self._open()[1].link(link, target)
         elif os.path.exists(target):
@@ -282,7 +282,7 @@ class TrainingFiles:
 
     def fill_tables(self, path: str) -> None:
         """Put the protected tables into the file at ``path``, which this training saved, in place
-        of what leads to their pool. Blocks. Raises ``StaleError`` if they are not there any more,
+        of their references to a pool. Blocks. Raises ``StaleError`` if they are not there any more,
         ``CorruptionError``, ``MediumError``."""
         state = load_file(path, weights_only=False)
         filled = fill(state)
@@ -290,12 +290,12 @@ class TrainingFiles:
             self.save(filled, path, 0).wait()
 
     def recover(self, directory: str) -> None:
-        """Put back what a killed process had removed too early from ``directory``."""
+        """Put back the files that a killed process had removed too early from ``directory``."""
         recover_left(os.path.realpath(directory))
 
     def wait_for(self, directory: str) -> None:
-        """Block until the saves to ``directory`` that any process has in flight are over, and put
-        back what a killed process had removed too early from it."""
+        """Block until the saves to ``directory`` of all processes have ended, and put back the
+        files that a killed process had removed too early."""
         where = os.path.realpath(directory)
         PENDING.wait_for(where)
         with PENDING.exempt():
@@ -304,13 +304,13 @@ class TrainingFiles:
 
     @calls.mark
     def wait(self) -> None:
-        """Block until all saves are over. Raises what nobody heard of, as ``on_error`` says."""
+        """Block until all saves have ended. Raises unreported errors, as ``on_error`` says."""
         if self._is_open():
             self._open()[0].wait()
 
     @calls.mark
     def close(self) -> None:
-        """Finish what is in flight. May be used again. Raises as ``wait``."""
+        """Finish the saves in flight. The object may be used again. Raises as ``wait``."""
         self.has_begun = False
         if self._process != os.getpid():
             return
@@ -318,8 +318,8 @@ class TrainingFiles:
         try:
             if saver is not None and after is not None:
                 try:
-                    # Saves that end now remove and link, so nothing is told to have stayed before
-                    # that.
+                    # Saves that end now remove and link, so the log names remaining files only
+                    # after that.
                     saver.close()
                 finally:
                     self._saver = self._after = None
@@ -345,7 +345,7 @@ class TrainingFiles:
             return
         try:
             self.close()
-        # As the interpreter ends, modules and what they had may be gone.
+        # As the interpreter ends, modules and their contents may be gone.
         except (PortusError, AttributeError):
             return
 
@@ -353,10 +353,10 @@ class TrainingFiles:
         return self._saver is not None and self._process == os.getpid()
 
     def _forget_parent(self) -> None:
-        """Forget, in a forked child, what its parent has open."""
+        """Forget, in a forked child, the savers that its parent has open."""
         if self._process != os.getpid():
             self._process = os.getpid()
-            # Not closed: what is in flight, and the locks, are the parent's.
+            # Not closed: the saves in flight, and the locks, are the parent's.
             self._saver = self._after = self._journal = self._mirror = None
 
     def _open(self) -> tuple[FileSaver, AfterCommit]:
@@ -422,8 +422,8 @@ class _TextRequest(SaveRequest):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckpointRequest(_TextRequest):
     """The request of a checkpoint, save ``number`` of its training, at ``path``. begun_as: the
-    token of the save once it has begun; then it says itself that it is over, also where Ctrl-C came
-    out of its call."""
+    token of the save once it has begun; then the save itself reports its end, even if Ctrl-C ended
+    its call."""
 
     number: int
     path: str
@@ -436,7 +436,7 @@ class _CheckpointRequest(_TextRequest):
             self.training._journal.note_start(self.path, save)
 
     def note_commit(self, save: Save) -> None:
-        """Tell the mirror of a commit before anybody else: later removals come later there too."""
+        """Tell the mirror of a commit before anything else: later removals come later there too."""
         if self.training._mirror is not None:
             self.training._mirror.note_commit(self.path, save)
 
@@ -445,18 +445,18 @@ class _CheckpointRequest(_TextRequest):
         if training._after is not None:
             training._after.over(self.number, self.path, is_committed=save.error is None)
         if training._mirror is not None:
-            training._mirror.wake()  # links lead elsewhere now
+            training._mirror.wake()  # links have new targets now
         if training._journal is not None:
             training._journal.over(save)
 
 
 def _sync_below(directory: str) -> None:
-    """Return when the files in ``directory`` and below, and their names, survive power loss. Raises
-    ``MediumError``."""
+    """Sync the files in ``directory`` and below, and their names: then they survive power loss.
+    Raises ``MediumError``."""
     for where, _, names in os.walk(directory):
         for path in (*(os.path.join(where, name) for name in names), where):
             try:
-                # Only files: to open a pipe that a hook left there would block.
+                # Only files: opening a pipe that a hook left there would block.
                 if path == where or stat.S_ISREG(os.lstat(path).st_mode):
                     with contextlib.closing(Descriptor(path, os.O_RDONLY)) as file:
                         os.fsync(file.number)
