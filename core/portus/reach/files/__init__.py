@@ -1,1 +1,1 @@
-"""Where pools are, and pointers on disk."""
+"""The places of pools, and pointers on disk."""

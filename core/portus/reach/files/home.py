@@ -1,6 +1,6 @@
-"""Where the versions of a training live: in a pool here, or in one on a storage host.
+"""The home of a training's versions: a pool here, or one on a storage host.
 
-Both are opened, saved to and let go of by the same calls; what differs is below this seam.
+The same calls open, save to and close both; they differ below this seam.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from portus.reach.versions.pool_draft import PoolDraft
 _log: Final = logging.getLogger("portus")
 
 Pool = PoolWriter | HostPool
-"""A pool that can be saved to."""
+"""A pool for saves."""
 
 
 class FileHome:
     """A pool file of this machine, or a device. Made for a place, the name of a training, the most
-    bytes of a file, and on how many machines what counts is to be."""
+    bytes of a file, and the number of machines that a committed version has to be on."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
@@ -61,7 +61,7 @@ class FileHome:
         return journal_directory(self._path)
 
     def open(self) -> PoolWriter:
-        """Return the pool, which is made if there is none. Raises what opening raises."""
+        """Return the pool; create it if it does not exist. Raises what opening raises."""
         self._is_made = not has_pool(self._path)
         if self._is_made:
             make_directory(os.path.dirname(self._path))
@@ -70,17 +70,17 @@ class FileHome:
         return self._writer
 
     def draft(self, snapshot: Snapshot) -> PoolDraft:
-        """Return where a save of ``snapshot`` goes; the pool is open."""
+        """Return the draft for a save of ``snapshot``; the pool is open."""
         assert self._writer is not None
         return PoolDraft(self._writer, snapshot.length)
 
     def note_failure(self, text: str) -> None:
-        """Put on record, where ``portus ls`` finds it, which save failed. Raises nothing."""
+        """Record which save failed; ``portus ls`` shows it. Raises nothing."""
         with contextlib.suppress(PortusError):
             note_failure(self._writer, text, self._path)
 
     def close(self) -> None:
-        """Close the pool. One that ``open`` made goes away again if nothing was saved to it."""
+        """Close the pool. Remove it again if ``open`` created it and it has no commit."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -88,8 +88,8 @@ class FileHome:
         def tidy() -> None:
             unused = False
             try:
-                # A run that saved nothing leaves nothing, but only what it made goes, and only
-                # unused.
+                # A run that saved nothing leaves nothing, but removes only an unused pool that it
+                # made itself.
                 unused = self._is_made and writer.catalogue().root.is_first
                 if unused and is_at(writer, self._path) and not writer.changed_by_others:
                     remove_journals(self._path)
@@ -108,8 +108,8 @@ class FileHome:
 
 
 class HostHome:
-    """A pool on a storage host; otherwise like ``FileHome``. What of its runs is on this machine is
-    in ``.portus`` in the current directory."""
+    """A pool on a storage host; otherwise like ``FileHome``. The files of its runs on this machine
+    are in ``.portus`` in the current directory."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
@@ -130,7 +130,7 @@ class HostHome:
         return journal_directory(self._local)
 
     def open(self) -> HostPool:
-        """See ``FileHome``. A host that cannot be reached at the start raises (V8)."""
+        """Return the pool. Raises if the host cannot be reached at the start (V8)."""
         self._pool = HostPool(self._address, self._model, durable=self._durable)
         return self._pool
 
@@ -154,12 +154,12 @@ _NAME_MAX: Final = 200
 
 
 def _of_host(address: str) -> str:
-    """How the names end of what is on this machine of the models on a host."""
+    """Return the end of the names of files on this machine for a host's models."""
     return "@" + fitting(urllib.parse.quote(address, safe="@"), _NAME_MAX * 3 // 4)
 
 
 def host_journals(host: Place, directory: str | None) -> list[str]:
-    """Return the directories in ``directory``, or in ``.portus``, of journals of trainers of this
+    """Return the journal directories in ``directory``, or in ``.portus``, of trainers of this
     machine that saved to the storage host."""
     inside = local_path(directory or DEFAULT_DIRECTORY, "links")
     end = os.path.basename(journal_directory(_of_host(str(host)) + SUFFIX))
@@ -168,8 +168,8 @@ def host_journals(host: Place, directory: str | None) -> list[str]:
 
 
 def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
-    """Where the versions of ``model`` live at that place. durable: how many hosts are to have what
-    counts."""
+    """Return the home of the versions of ``model`` at that place. durable: the number of hosts that
+    a committed version has to be on."""
     home: Home = load_class(place.classes.home)(place, model, max_bytes, durable)
     return home
 

@@ -1,4 +1,4 @@
-"""A storage host as the place that saves go to: its pool, and drafts of versions there."""
+"""Saves to a storage host: its pool, and drafts of versions there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from portus.reach.versions.parts import PreviousVersion, share
 _log: Final = logging.getLogger("portus")
 
 _OUTCOME_S: Final = 5.0
-"""The longest that a save whose connection broke at its commit asks what became of it."""
+"""The longest that a save asks for its outcome after its connection broke at the commit."""
 
 _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
@@ -71,7 +71,7 @@ _NONE: Final = np.empty(0, np.int64)
 
 
 class HostPool(PoolReader):
-    """A tenant's pool on a storage host. It is read as any pool is; versions are made by drafts."""
+    """A tenant's pool on a storage host. It is read as any pool is; drafts make its versions."""
 
     def __init__(
         self,
@@ -82,9 +82,9 @@ class HostPool(PoolReader):
         durable: int = 1,
     ) -> None:
         """model: the one to save, as the only client; None: to look at the pool. claim_s: the
-        longest wait for another client to let go of it; None: the host's. durable: 2 to count as
-        committed what the replica of the host has, too. Raises ``TransportError`` if no host
-        answers, ``UsageError`` for a wrong secret, ``BusyError``."""
+        longest wait for another client to release the model; None: the host's. durable: 2 if a
+        commit counts only once the replica of the host has it, too. Raises ``TransportError`` if no
+        host answers, ``UsageError`` for a wrong secret, ``BusyError``."""
         self.links: Final = Links(
             parse(address),
             Credentials.from_environment(),
@@ -97,7 +97,7 @@ class HostPool(PoolReader):
         self._untold = ""
         self._known: tuple[bytes, Catalogue | None] = b"", None
         self.newest: tuple[bytes, int] = b"", 0
-        """The pool, and its newest commit, that were seen last."""
+        """The identity of the pool, and its newest commit, as they were seen last."""
         self._committed: tuple[bytes, bytes] = b"", b""
         try:
             pins = HostLocks(self.links)
@@ -108,14 +108,14 @@ class HostPool(PoolReader):
 
     @property
     def superblock(self) -> Superblock:
-        """The superblock of the host's pool; after a restart, a pool in its memory is another."""
+        """The superblock of the host's pool, which a restart replaces if it is in memory."""
         if self._superblock.uuid != self.links.welcome.uuid:
             self._superblock = read_superblock(self.medium)
         return self._superblock
 
     def catalogue(self) -> Catalogue:
-        """What is committed now. What was read before and is the same is not fetched again."""
-        while True:  # ends: each turn but the last the host was started again meanwhile
+        """Return the present catalogue. Fetches no unchanged part again."""
+        while True:  # ends: in each turn but the last the host was restarted
             before, uuid = self.newest, self.superblock.uuid
             known = self._known[1] if self._known[0] == uuid else None
             try:
@@ -129,21 +129,21 @@ class HostPool(PoolReader):
             return found
 
     def note_commit(self, info: VersionInfo) -> None:
-        """The host told of a commit."""
+        """Note that the host reported a commit."""
         self.newest = self.links.welcome.uuid, info.commit
         self._committed = self.links.welcome.uuid, info.token
 
     def has_committed(self, token: bytes) -> bool:
-        """True if the pool that the host has now told of the commit of that version last: what
-        else a version is made of may be elsewhere in it than in the pool before."""
+        """Return whether the host's present pool reported the commit of that version last: in
+        another pool the version's parts may be elsewhere."""
         return self._committed == (self.links.welcome.uuid, token)
 
     def heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
-        """Say so if the host has another pool than ``before``, or an older history of it."""
+        """Log an error if the host has another pool than ``before``, or an older history of it."""
         self.newest = uuid, commit
         where = f"{self.links.address}"
         if self.links.address.second is not None:
-            return  # of two hosts the second one has another pool, and it was said
+            return  # the second of two hosts has another pool, and that was logged
         if before[0] not in (b"", uuid):
             _log.error(
                 "%s serves a different pool than before: %s, not %s. It lacks the versions "
@@ -158,45 +158,44 @@ class HostPool(PoolReader):
             )
 
     def let_go(self, tokens: Collection[bytes]) -> None:
-        """Remove versions, by their tokens; those that are not there are ignored."""
+        """Remove versions, by their tokens, and ignore missing ones."""
         _let_go(self.links, tokens)
 
     def standing(self) -> said.Standing:
-        """How the pool is, in bytes."""
+        """Return the state of the pool, in bytes."""
         return self.links.ask(said.Status(), said.Standing)
 
     def give_back(self) -> int:
-        """Have the host give the space that nothing reaches back to its file system; bytes that
-        came back. Trainers may go on saving."""
+        """Have the host give unused space back to its file system; return the number of bytes.
+        Trainers may continue to save."""
         before = self.standing().taken
         self.links.ask(said.GiveBack(), said.Done, ROOM_S)
         return max(0, before - self.standing().taken)
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
-        """Return the kept bytes without ``but``, as the host counts them; saves under way count."""
+        """Return the kept bytes without ``but``, as the host counts them; running saves count."""
         now = self.standing()
         kept = now.size - now.free - now.holes
         return kept - (super().kept_bytes() - super().kept_bytes(but)) if but else kept
 
     def note_failure(self, text: str) -> None:
-        """Have the host put on record which save failed: now, or once it answers again. Raises
-        nothing."""
+        """Have the host record which save failed: now, or once it answers again. Raises nothing."""
         self._untold = text[: said.TEXT_SIZE_MAX]
         self.tell()
 
     def tell(self) -> None:
-        """What the host did not hear yet. Raises nothing."""
+        """Send the host the failure that it has not recorded yet. Raises nothing."""
         if self._untold:
             with contextlib.suppress(PortusError):
                 self.links.ask(said.Note(self._untold), said.Done)
                 self._untold = ""
 
     def draft(self, snapshot: Snapshot) -> HostDraft:
-        """Where a save of ``snapshot`` goes."""
+        """Return the draft for a save of ``snapshot``."""
         return HostDraft(self, snapshot)
 
     def record_of(self, token: bytes) -> VersionRecord | None:
-        """The record of the version of that token, if it is committed."""
+        """Return the record of the version of that token; None if it is not committed."""
         entry = self.catalogue().of_token(token)
         if entry is None:
             return None
@@ -216,15 +215,16 @@ def _let_go(links: Links, tokens: Collection[bytes]) -> None:
 
 
 class HostDraft:
-    """A version that is being made on a storage host, over a connection of its own.
+    """A version in the making on a storage host, over a connection of its own.
 
-    The host pulls, says what arrived by its digests, and this compares them with its own, made of
-    the same bytes on their way out. The confirmation carries these again: the host compares too.
+    The host pulls, and reports the digests of the bytes that arrived. The draft compares them with
+    its own, of the same bytes on their way out. The confirmation carries these: the host compares
+    too.
 
-    By verbs the host reaches the storages by itself, and this hashes them meanwhile. What others
-    may write between the two goes over the socket: there each piece is hashed as it is sent.
-    Whatever ends a save before its commit revokes first: the queue pair is closed, and then it is
-    said.
+    With verbs the host reads the storages itself, and the draft hashes them meanwhile. Bytes that
+    others may write in between go over the socket, which hashes each piece as it is sent. A save
+    that ends before its commit first revokes the host's access: it closes the queue pair, and then
+    tells the host.
     """
 
     def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
@@ -249,13 +249,13 @@ class HostDraft:
 
     @property
     def kept_bytes(self) -> int:
-        """Return 0: what is equal is shared."""
+        """Return 0: equal storages are shared."""
         return 0
 
     def copy(
         self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
     ) -> Digests:
-        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of what was stored."""
+        """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of the stored bytes."""
         moved = _sources(address, self._lengths[indices])
 
         def send(link: Link) -> Digests:
@@ -302,14 +302,14 @@ class HostDraft:
         return answer.same
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
-        """The host has them."""
+        """Do nothing: the host has them."""
 
     def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
         link = self._ready(Stop())
         assert before is None or isinstance(before, PreviousVersion), (
             "a pool shares with its own versions"
         )
-        # The host may have another pool by now, in which what is to be shared is elsewhere.
+        # The host may have another pool by now, where the shared storages are elsewhere.
         if before is not None and not self._pool.has_committed(before.record.info.token):
             before = None
         confirm = said.Confirm(
@@ -320,13 +320,13 @@ class HostDraft:
             inexact=labels.inexact,
             metrics=pack_map(labels.metrics),
         )
-        # Noted first: after a break the connection may lead to another pool.
+        # Noted first: after a break the connection may be to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
         newest = self._pool.newest
         try:
             answer = self._pool.links.ask_for_work(link, confirm)
         except TransportError as error:
-            # It may have broken before the commit or after it; only the pool can tell.
+            # It may have broken before the commit or after it; only the pool shows which.
             record = self._outcome(labels.token, error)
             uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
@@ -334,7 +334,7 @@ class HostDraft:
             info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
             record = replace(record, info=info)
             self._pool.heed(newest, uuid, info.commit - 1)
-        # Frames have digests; what the host makes of them in its memory has none (V4).
+        # Frames have digests; the host's memory, where it makes the record, has none (V4).
         self._refuse_other(record, labels, before, confirm, uuid)
         if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
@@ -344,7 +344,7 @@ class HostDraft:
         return PreviousVersion(record, labels.contents)
 
     def _tell_replica(self, link: Link, labels: Labels) -> None:
-        """Return when the version is there too. Else it is not told, though it is committed."""
+        """Return when the replica has the version too; else raise: the save counts as failed."""
         try:
             settle = said.Settle(labels.model, labels.token)
             expect(self._pool.links.ask_for_work(link, settle), said.Done)
@@ -365,22 +365,22 @@ class HostDraft:
                 # The queue pair first: only closing it ends the access of the host's card
                 # (decision 0023).
                 reached.lane.close()
-            if not self._pool.links.hangs:  # else the next save would wait for that answer, too
+            if not self._pool.links.hangs:  # else the next save would wait for the answer, too
                 with contextlib.suppress(PortusError):
                     link.ask(said.Abandon(), _ABANDON_S)
-        self._pool.links.give_back(link)  # in any other state it is closed: that abandons too
+        self._pool.links.give_back(link)  # in other states it is closed: that abandons, too
         if reached is not None:
             reached.regions.give_back(reached.taken)
 
     def _ready(self, stop: Stop) -> Link:
-        """The connection, with a save begun on it."""
+        """Return the connection, with a save begun on it."""
         if self._link is not None:
             return self._link
         snapshot = self._snapshot
         if self._over or snapshot is None:
             raise TransportError(f"{self.name}: this save has ended")
         if len(self._lengths) > said.STORAGES_MAX:
-            # Said here: the host would end the connection, and each later save would try again.
+            # Raised here: the host would end the connection, and each later save would try again.
             raise UsageError(
                 f"{self.name}: step {snapshot.step} of model {snapshot.model!r} has "
                 f"{len(self._lengths)} storages; a version on a storage host has "
@@ -408,8 +408,8 @@ class HostDraft:
         return link
 
     def _reach_all(self, indices: Column, stop: Stop) -> _HostAccess | None:
-        """Return how the host reaches all of these storages that have bytes; None if it does
-        not."""
+        """Return the host's access to these storages; None if it cannot reach all that have
+        bytes."""
         self._ready(stop)
         reached = self._reached
         if reached is None or ((reached.key[indices] == 0) & (self._lengths[indices] > 0)).any():
@@ -423,7 +423,7 @@ class HostDraft:
         stop: Stop,
         parts: Parts | _DeviceParts | None = None,
     ) -> Digests:
-        """Have storages pulled: by ``send``, or (``parts``) by the host alone."""
+        """Have the host pull storages: by ``send``, or (``parts``) by its own reads."""
         link = self._ready(stop)
         size = int(self._lengths[indices].sum())
         try:
@@ -454,7 +454,7 @@ class HostDraft:
         stop: Stop,
         parts: Parts | _DeviceParts | None,
     ) -> tuple[Digests, Said]:
-        """The digests of what is here, and the last answer."""
+        """Return the digests of the bytes here, and the last answer."""
         offer = said.Offer(pack_column(indices))
         lengths = self._lengths[indices]
         if parts is None:
@@ -475,7 +475,7 @@ class HostDraft:
         return digests, answer
 
     def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
-        """Why this is no answer to go on with."""
+        """Return the error of an unexpected answer; None for a good one."""
         if not isinstance(answer, said.Hashed):
             return error_of(answer)
         if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
@@ -486,13 +486,13 @@ class HostDraft:
         )
 
     def _distrust(self, parts: _DeviceParts, wrong: PortusError) -> None:
-        """The next save takes another way than one that brings other bytes, or none."""
+        """Have the next save avoid a path that delivers wrong bytes, or none."""
         if self._reached is not None and isinstance(wrong, TransportError | UsageError):
             self._reached.regions.distrust(parts.devices, str(wrong))
 
     def _avoid(self, indices: Column, sent: Digests, arrived: Digests) -> None:
-        """What no fence guards, and changed between the pull and the hash, goes over the socket
-        from the next save on."""
+        """Send storages over the socket from the next save on, if no fence guards them and they
+        changed between the pull and the hash."""
         reached = self._reached
         if reached is not None and sent.shape == arrived.shape:
             changed = np.any(sent != arrived, axis=1)
@@ -500,7 +500,7 @@ class HostDraft:
             reached.regions.avoid(reached.address[storages[~self._late[storages]]].tolist())
 
     def _revoke(self, link: Link) -> None:
-        """The host reaches nothing any more, and what is registered is not trusted again."""
+        """End all access of the host, and keep no registered memory for later saves."""
         self._pool.links.revoke(link)
         reached = self._reached
         if reached is not None:
@@ -523,8 +523,8 @@ class HostDraft:
         confirm: said.Confirm,
         uuid: bytes,
     ) -> None:
-        """Raise ``CorruptionError`` if what the host committed, to the pool ``uuid``, is not what
-        was meant; then it is let go of, for it would be taken for the newest."""
+        """Remove the version that the host committed to the pool ``uuid``, and raise
+        ``CorruptionError``, if it differs from this one: it would count as the newest."""
         info = record.info
         may_share = before is not None and before.contents == labels.contents
         if before is not None and may_share and record.contents == before.record.contents:
@@ -555,7 +555,7 @@ class HostDraft:
         )
 
     def _outcome(self, token: bytes, cause: TransportError) -> VersionRecord:
-        """The connection broke at the commit: whether that happened is in the pool alone."""
+        """Return the record of a version if its commit, where the connection broke, took place."""
         until_s = time.monotonic() + _OUTCOME_S
         while time.monotonic() < until_s:
             try:
@@ -563,9 +563,9 @@ class HostDraft:
                 if record is not None:
                     return record
                 if not self._pool.locks.has_writer():
-                    break  # the host has ended what it was at
+                    break  # the host has ended that save
             except (TransportError, StaleError, CorruptionError, MediumError):
-                pass  # it may be starting again
+                pass  # the host may be restarting
             time.sleep(_ASK_AGAIN_S)
         raise TransportError(
             f"{cause}: the connection broke while the version was committed. It may exist: "
@@ -575,8 +575,8 @@ class HostDraft:
 
 @dataclass(frozen=True, slots=True)
 class _HostAccess:
-    """How the host reaches the storages of a save: a row for each. ``gather``: its address is
-    that of the memory of the lane."""
+    """The host's access to the storages of a save: a row for each. ``gathered``: its address is in
+    the memory of the lane."""
 
     lane: ClientLane
     regions: Regions
@@ -587,7 +587,7 @@ class _HostAccess:
 
 
 def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
-    """Register what a save needs; None: it goes over the socket. Raises ``TransportError``."""
+    """Register the storages of a save; None: they go over the socket. Raises ``TransportError``."""
     lane, regions = links.lane(link), links.verbs
     if lane is None or regions is None or not len(snapshot.owners):
         return None
@@ -602,7 +602,7 @@ def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
 
 
 def _register(snapshot: Snapshot, lane: ClientLane, regions: Regions) -> _HostAccess:
-    """Register all storages but what is staged, and what others may write meanwhile. Raises
+    """Register all storages but staged ones, and those that others may write meanwhile. Raises
     ``RegisterError``."""
     owners, place = list(snapshot.owners), snapshot.address.copy()
     lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
@@ -611,7 +611,7 @@ def _register(snapshot: Snapshot, lane: ClientLane, regions: Regions) -> _HostAc
         lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
         owners[index], place[index], device[index] = there.owner, there.address, there.device
     found = (place > 0) & ~np.isin(device, regions.staged_devices())
-    # These changed between pull and hash before; over the socket, what is sent is hashed.
+    # These changed between pull and hash before; the socket hashes the sent bytes.
     found &= ~np.isin(place, regions.unsteady())
     # Another process may write these between the pull and the hash.
     found[snapshot.exposed] = False
@@ -634,8 +634,8 @@ def _register(snapshot: Snapshot, lane: ClientLane, regions: Regions) -> _HostAc
 
 
 class _DeviceParts:
-    """Parts of storages on devices, like ``Parts``: what is gathered, and what is hashed, is
-    fetched. The host reaches the others by itself."""
+    """Parts of storages on devices, like ``Parts``. Fetches them, to gather the small ones, and to
+    hash the large ones, which the host reads itself."""
 
     def __init__(
         self, feeds: Sequence[Feed], lengths: Column, is_small: Flags, place: Column
@@ -651,15 +651,15 @@ class _DeviceParts:
         self._place: Final = place
 
     def gather(self, stop: Stop) -> None:
-        """Copy the small ones to their places, and note their digests. When this returns, what
-        the host is to reach is there."""
+        """Copy the small storages to their places, and note their digests. At the return the host
+        can read all of them."""
         for feed in self._feeds:
             feed.await_device()
         for number in np.flatnonzero(self._is_small).tolist():
             self._fetch(number, self._place[number : number + 1], stop)
 
     def hash_big(self, stop: Stop) -> None:
-        """Note the digests of the others."""
+        """Note the digests of the large storages."""
         for number in np.flatnonzero(~self._is_small).tolist():
             self._fetch(number, None, stop)
 

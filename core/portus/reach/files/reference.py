@@ -1,4 +1,4 @@
-"""Pointers on disk, read: see ``portus.reach.format.reference``."""
+"""Reads pointers on disk: see ``portus.reach.format.reference``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def read(path: str | os.PathLike[str]) -> Reference | None:
-    """What the pointer at ``path`` says; None if there is no regular file, or another's.
+    """Return the contents of the pointer at ``path``; None if no pointer is there.
 
     Reads at most ``POINTER_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError``
     for a damaged pointer and ``UsageError`` for one that a newer Portus wrote, both naming it, and
-    ``MediumError`` for what cannot be read.
+    ``MediumError`` for a file that cannot be read.
     """
     data = _read_small(os.fspath(path))
     if data is None:
