@@ -1,4 +1,4 @@
-"""Tensors by their names, as a safetensors file has them: the rules are those of its package."""
+"""Tensors by their names, for a safetensors file, by the rules of the safetensors package."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items
 
 class NamedTensors:
     """``state``, a dict of tensors by name, as ``FileContents``, as ``safetensors.torch.save_file``
-    takes it. Storage i has the bytes of tensor i alone: those of a part of a larger storage were
-    copied.
+    takes it. Storage i has only the bytes of tensor i: a part of a larger storage is copied.
 
-    Raises ``UsageError`` for what that package refuses: other values, tensors that are not dense
-    or not contiguous, dtypes that the format does not have, and tensors that share memory.
+    Raises ``UsageError`` for values that the package refuses: other values than tensors, tensors
+    that are not dense or not contiguous, dtypes that the format does not have, and tensors that
+    share memory.
     """
 
     def __init__(self, state: object, metadata: Mapping[str, str] | None = None) -> None:
@@ -48,7 +48,7 @@ class NamedTensors:
         self.owned_storages: Final[set[int]] = set()
         for index, tensor in enumerate(self.tensors):
             whole = tensor.untyped_storage()
-            # The file has the bytes of this tensor alone; the storage has those of others, too.
+            # The file has only this tensor's bytes; the storage has others, too.
             if self.named[index].size != whole.nbytes():
                 self.owned_storages.add(index)
                 own = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -91,7 +91,7 @@ def _named_tensor(name: object, tensor: object) -> NamedTensor:
 
 
 def _refuse_shared(named: Sequence[NamedTensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse two tensors over the same bytes, which would be two tensors after a load."""
+    """Raise ``UsageError`` if two tensors share bytes: a load would give them separate ones."""
     spans = sorted(
         (str(tensor.device), tensor.data_ptr(), index)
         for index, tensor in enumerate(tensors)
@@ -99,7 +99,7 @@ def _refuse_shared(named: Sequence[NamedTensor], tensors: Sequence[torch.Tensor]
     )
     for first, second in itertools.pairwise(spans):
         name = named[first[2]]
-        # By device: addresses of two of them may be equal.
+        # Per device: two devices may use the same addresses.
         if first[0] == second[0] and second[1] < first[1] + name.size:
             raise UsageError(
                 f"tensors: {name.name!r} and {named[second[2]].name!r} share memory, which a "

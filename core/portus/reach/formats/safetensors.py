@@ -1,9 +1,9 @@
-"""The safetensors file, laid out: the order and the names of the tensors are those of the package.
+"""The layout of a safetensors file: order and names of the tensors are those of the package.
 
 Source: https://github.com/huggingface/safetensors#format : 8 bytes with the length of the header,
 little-endian; the header, JSON; the tensors, contiguous, end to end without gaps. The header may
-end in spaces: with them the tensors begin at a multiple of a page here, as direct writes want it.
-The digests are in the header, as a value of its ``__metadata__``, in hex.
+end in spaces: here they make the tensors begin at a multiple of a page, for direct writes. The
+digests are in the header, as a value of its ``__metadata__``, in hex.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ DTYPES: Final[Mapping[str, str]] = MappingProxyType(
         "bool": "BOOL",
     }
 )
-"""By torch's name, what safetensors calls a dtype; in the order in which the package puts them."""
+"""The names of dtypes in safetensors, by torch's names, in the order of the package."""
 
 HEADER_MAX: Final = 100_000_000
-"""Bytes; readers refuse more."""
+"""Bytes of a header, at most; readers refuse longer ones."""
 
 SUFFIX: Final = ".safetensors"
 """The end of the names of such files."""
@@ -60,18 +60,18 @@ METADATA: Final = "__metadata__"
 DIGESTS: Final = "portus.digests"
 NOTE: Final = "portus.note"
 SAVE: Final = "portus.save"
-"""The keys of our values in the metadata: the digests, what whoever saved it noted, and of one of
-several files of a sharded checkpoint the number of the save."""
+"""The keys of our values in the metadata: the digests, the note of the save, and in a file of a
+sharded checkpoint the number of the save."""
 
 BEGIN: Final = f'{{"{METADATA}":{{"{DIGESTS}":"'.encode()
-"""How the header of a file with digests begins; their hex digits follow."""
+"""The beginning of the header of a file with digests; their hex digits follow."""
 
 _ORDER: Final = {name: number for number, name in enumerate(DTYPES.values())}
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTensor:
-    """A tensor of a file. ``dtype``: as safetensors calls it. ``size``: in bytes."""
+    """A tensor of a file. ``dtype``: its name in safetensors. ``size``: in bytes."""
 
     name: str
     dtype: str
@@ -80,12 +80,12 @@ class NamedTensor:
 
     @property
     def rank(self) -> tuple[int, str]:
-        """What the package sorts by: so all tensors are aligned to their elements."""
+        """The sort key of the package: in this order all tensors are aligned to their elements."""
         return _ORDER[self.dtype], self.name
 
 
 def header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, alignment: int) -> bytes:
-    """Return what stands before the bytes of the tensors, its own length included.
+    """Return the bytes before those of the tensors, with the length of the header.
 
     metadata: comes first, in its order. alignment: the size is a multiple of it. Raises
     ``UsageError`` if the header would be too long.
@@ -100,7 +100,7 @@ def header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, align
         }
         offset += each.size
     raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    # Spaces, which the format allows at the end of the header alone.
+    # Spaces: the format allows them only at the end of the header.
     raw += b" " * (-(LENGTH_SIZE + len(raw)) % alignment)
     if len(raw) > HEADER_MAX:
         raise UsageError(
@@ -111,15 +111,15 @@ def header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, align
 
 
 def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> Image:
-    """The image of a safetensors file. tensors: in the order of the file, each one a storage.
+    """Return the image of a safetensors file. tensors: in its order, each one a storage.
 
     Raises ``UsageError`` if there are too many.
     """
     lengths: Column = np.array([each.size for each in tensors], np.int64)
     hex_length = 2 * record_length(lengths)
-    # Zeros of the same length hold the place: the digests are known when all is copied.
+    # Zeros of the same length hold the place: the digests are known only after the copy.
     noted = {DIGESTS: "0" * hex_length}
-    # Ours comes first, where alone a reader takes it (`BEGIN`); one copied from another file goes.
+    # Ours comes first, the only valid place (`BEGIN`); one copied from another file is dropped.
     noted |= {key: value for key, value in metadata.items() if key != DIGESTS}
     begin = header(tensors, noted, alignment=PAGE)
     at = LENGTH_SIZE + len(BEGIN)
@@ -128,7 +128,7 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
 
     def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
         before, behind = begin[:at], begin[at + hex_length :]
-        # The header too, but for the digits themselves, which the record's own digest covers.
+        # The header too, except for the digits themselves, which the record's own digest covers.
         rest = xxhash.xxh3_128(before + behind).digest()
         record = pack(size, lengths, digests, rest)
         return [Literal(0, before + record.hex().encode() + behind)]

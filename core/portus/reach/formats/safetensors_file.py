@@ -1,4 +1,4 @@
-"""Safetensors files, recognized and loaded: every byte is compared with the digests on the way."""
+"""Recognizes and loads safetensors files; compares every byte with the digests on the way."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def load_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of an open safetensors file by their names, those that match ``names``.
 
-    settings: of ``torch.load``; there is nothing but tensors, so only ``map_location`` matters,
-    which is a device. Raises ``CorruptionError``, ``MediumError``, ``UsageError``.
+    settings: of ``torch.load``; the file has only tensors, so only ``map_location``, a device,
+    matters. Raises ``CorruptionError``, ``MediumError``, ``UsageError``.
     """
     unknown = sorted(settings.keys() - _KNOWN)
     device = settings.get("map_location")
@@ -54,7 +54,7 @@ def load_tensors(
                 "have; load it with the safetensors package"
             )
         made[tensor.name] = torch.empty(tensor.shape, dtype=dtype, device="cpu")
-    # Tensors without elements have no memory that could be filled.
+    # Tensors without elements have no memory to fill.
     filled = [number for number in wanted if found.length[number]]
     address = [made[found.keys[number]].data_ptr() for number in filled]
     stored = StoredBytes(file, found if verify else replace(found, digests=None))
@@ -77,7 +77,7 @@ _FORMAT: Final = FileFormat(load_tensors, read_safetensors, _note_of, _has_diges
 
 
 def other_format(read: Read, name: str) -> FileFormat | None:
-    """Return the format of a file that is no zip: by its first bytes, or its name if they say
-    nothing. None for one that is torch's affair."""
+    """Return the format of a file that is no zip, by its first bytes, or else its name. None for a
+    file that torch has to load."""
     is_ours = is_safetensors(read(0, LENGTH_SIZE + 1)) or name.endswith(SUFFIX)
     return _FORMAT if is_ours else None

@@ -1,7 +1,7 @@
-"""A safetensors file, read: where its tensors are, and what verifies them.
+"""Reads a safetensors file: the places of its tensors, and the digests that verify them.
 
-Nothing in a file is trusted. Damage gives ``CorruptionError``; no number of a file makes a read
-that exceeds the file.
+The reader trusts no bytes of a file. Damage raises ``CorruptionError``; no number in a file causes
+a read beyond its end.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MAGIC: Final = MAGIC.hex()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsFile(StoredFile):
-    """What is in a safetensors file. ``keys``: names of tensors, in the order of the file.
-    ``metadata``: what others put there."""
+    """The contents of a safetensors file. ``keys``: names of tensors, in the order of the file.
+    ``metadata``: values of other tools."""
 
     tensors: tuple[NamedTensor, ...]
     metadata: Mapping[str, str]
@@ -48,7 +48,7 @@ class SafetensorsFile(StoredFile):
 
 
 def is_safetensors(begin: bytes) -> bool:
-    """True if a file that begins with these 9 bytes may be one."""
+    """Return whether a file that begins with these 9 bytes may be one."""
     length = int.from_bytes(begin[:LENGTH_SIZE], "little")
     if begin.startswith(ZIP):  # as a length it would be 64 MiB
         return False
@@ -56,10 +56,10 @@ def is_safetensors(begin: bytes) -> bool:
 
 
 def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
-    """What is in the file ``name`` of ``size`` bytes.
+    """Return the contents of the file ``name`` of ``size`` bytes.
 
-    If it has digests, its header is verified. Raises ``CorruptionError`` when it is damaged or no
-    such file.
+    Verifies the header if the file has digests. Raises ``CorruptionError`` if the file is damaged
+    or no safetensors file.
     """
     where = f"{name}: the header"
     begin = exactly(read, 0, LENGTH_SIZE, name)
@@ -75,7 +75,7 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
     tensors = tuple(tensor for tensor, _ in found)
     reached = 0
     for tensor, at in found:
-        # No gaps and no overlaps, as the package demands: bytes there would be under no digest.
+        # No gaps and no overlaps, as the package demands: no digest would cover bytes there.
         if at != reached:
             raise CorruptionError(
                 f"{where}: {printable(tensor.name)}: expected its bytes at {reached}, found {at}"
@@ -101,13 +101,13 @@ def read_safetensors(read: Read, size: int, name: str) -> SafetensorsFile:
 def _parse(raw: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        # The last of two would win here, and the first perhaps in another reader.
+        # Here the last of two would win, in another reader perhaps the first.
         if len(found) != len(pairs):
             raise CorruptionError(f"{where}: two entries have one name")
         return found
 
     try:
-        # Before json reads it: nested deep enough, a file would exhaust the stack.
+        # Before json reads it: deep nesting would exhaust the stack.
         refuse_deep(raw)
         fields = json.loads(raw.decode(), object_pairs_hook=unique)
     except ValueError as error:
@@ -118,7 +118,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _tensors(fields: Mapping[str, Any], where: str) -> list[tuple[NamedTensor, int]]:
-    """Yield each tensor, and where its bytes begin behind the header."""
+    """Return each tensor, and the offset of its bytes behind the header."""
     found = []
     for name, said in fields.items():
         if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
@@ -155,10 +155,10 @@ def _are_counts(value: object) -> bool:
 def _digests(
     head: bytes, metadata: Mapping[str, str], size: int, lengths: Column, where: str
 ) -> Digests | None:
-    """Return the digests in the header, which is verified; None if Portus did not write the file.
+    """Return the digests in the header, and verify that; None if Portus did not write the file.
 
-    Other tools copy what is in the metadata, ours too, into files of their own: then it is at
-    another place, or speaks of a file of another size.
+    Other tools copy values of the metadata, ours too, into files of their own: then the digests are
+    at another place, or of a file of another size.
     """
     text = metadata.get(DIGESTS)
     if text is None or not text.startswith(_MAGIC):
@@ -171,7 +171,7 @@ def _digests(
         record = bytes.fromhex(text)
     except ValueError as error:
         raise CorruptionError(f"{where}: the digests: {error}") from error
-    # One spelling: the digest covers the header but for these digits, which may not vary.
+    # One spelling: the digest does not cover these digits, so they must not vary.
     if record.hex() != text:
         raise CorruptionError(f"{where}: the digests: expected lower case, without spaces")
     if size_noted(record) not in (None, size):
