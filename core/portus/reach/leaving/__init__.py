@@ -1,1 +1,1 @@
-"""Torch and safetensors files of what is in pools: what ``portus export`` writes."""
+"""Torch and safetensors files of the data in pools, which ``portus export`` writes."""

@@ -1,4 +1,4 @@
-"""What an export wrote."""
+"""The result of an export."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 class WrittenExport:
     """``size``: of the files, in bytes. ``exact``: every byte is as it was saved. ``shared``: names
     of tensors that share memory in the source, and are written separately. ``left_out``: of values
-    that are no tensors. ``no_weights``: of tensors that are none. ``batches``: of protected tables,
-    up to which each part is."""
+    that are no tensors. ``no_weights``: of tensors that are no weights. ``batches``: of protected
+    tables, the last batch in each part."""
 
     size: int = 0
     tensors: int = 0

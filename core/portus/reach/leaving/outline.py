@@ -1,4 +1,4 @@
-"""What is in a checkpoint file, without the bytes of its tensors: for people who look."""
+"""The contents of a checkpoint file, for people, without the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMES: Final = {code: name for name, code in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class OutlinedTensor:
-    """One tensor. ``dtype``: empty if it is of a class that was not made; then ``size`` is that of
+    """One tensor. ``dtype``: empty if the tensor's class was not loaded; then ``size`` is that of
     its storage. ``size``: in bytes."""
 
     name: str
@@ -38,7 +38,7 @@ class OutlinedTensor:
 
 @dataclass(frozen=True, slots=True)
 class FileOutline:
-    """``note``: what a ``Checkpointer`` noted, as text. ``others``: key paths and values that are
+    """``note``: the note of a ``Checkpointer``, as text. ``others``: key paths and values that are
     no tensors."""
 
     has_digests: bool
@@ -48,16 +48,16 @@ class FileOutline:
 
 
 def outline_of(path: str | os.PathLike[str]) -> FileOutline:
-    """Return what is in the file at ``path``, or in the one that a pointer there leads to; see
-    ``outline_in``. Raises as that, and ``UsageError`` for a pointer that leads nowhere."""
+    """Return the outline of the file at ``path``, or of the one that a pointer there refers to; see
+    ``outline_in``. Raises as that, and ``UsageError`` for a pointer that cannot be loaded."""
     where = os.fspath(path)
     return use_file(where, lambda file: outline_in(file, where), as_torch=False)
 
 
 def outline_in(file: OpenFile, where: str) -> FileOutline:
-    """Return what is in an open file of torch or safetensors; ``where``: what errors call it. Runs
-    no code that it names: of classes that ``weights_only`` refuses, only the names and storages of
-    tensors are told. Raises ``CorruptionError``, ``MediumError``."""
+    """Return the outline of an open torch or safetensors file; ``where``: its name in errors. Runs
+    no code that the file names: for classes that ``weights_only`` refuses, it lists only the names
+    and storages of tensors. Raises ``CorruptionError``, ``MediumError``."""
     found = outline_file(reads(file), file.size, printable(where))
     if isinstance(found, SafetensorsFile):
         return FileOutline(
@@ -102,7 +102,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
 
 
 class _HollowFile(io.RawIOBase):
-    """A file object without the bytes of storages: memory for them is left as it is."""
+    """A file object without the bytes of storages: it leaves memory for them unchanged."""
 
     def __init__(self, file: OpenFile, found: TorchFile) -> None:
         self._file: Final = file
@@ -133,7 +133,7 @@ class _HollowFile(io.RawIOBase):
 
 
 def leaves_of(state: object) -> list[tuple[str, Any]]:
-    """Return the values in nested dicts, lists and tuples, and their key paths, with dots."""
+    """Return the values in nested dicts, lists and tuples, with their key paths, with dots."""
     return list(_leaves(state, ()))
 
 
@@ -149,7 +149,7 @@ def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
 
 
 def value_text(value: object) -> str:
-    """Return a plain value for people, and of others the name of their class."""
+    """Return a plain value for people, and for others the name of their class."""
     plain = value is None or isinstance(value, (bool, int, float, str, list, tuple, dict))
     text = repr(value) if plain else type(value).__name__
     return text if len(text) <= _VALUE_MAX else f"{text[: _VALUE_MAX - 3]}..."

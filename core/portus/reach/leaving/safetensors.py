@@ -1,4 +1,4 @@
-"""The tensors of a version that fit into a safetensors file, and their places in it."""
+"""Selects the tensors of a version that fit into a safetensors file, and their places in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portus.reach.formats.safetensors import DTYPES, METADATA, NamedTensor
 
 def place(tensors: Mapping[str, TensorSpec]) -> list[tuple[NamedTensor, TensorSpec]]:
     """Return every tensor as the file has it, and as the version has it, in the order of the file.
-    Raises ``UsageError`` naming what safetensors cannot hold."""
+    Raises ``UsageError`` naming a tensor that safetensors cannot hold."""
     odd = {name: spec.dtype for name, spec in tensors.items() if spec.dtype not in DTYPES}
     if odd:
         name, dtype = next(iter(odd.items()))
@@ -36,7 +36,7 @@ def _size_of(spec: TensorSpec) -> int:
 
 def shared_names(storages: Iterable[tuple[str, Hashable]]) -> list[list[str]]:
     """Return the names of tensors that share memory, which a safetensors file cannot express.
-    storages: by the names of tensors, what tells their storages apart."""
+    storages: the names of tensors, with a key of each one's storage."""
     users: dict[Hashable, list[str]] = {}
     for name, storage in storages:
         users.setdefault(storage, []).append(name)

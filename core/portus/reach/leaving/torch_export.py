@@ -1,5 +1,5 @@
-"""Tensors of a torch file, as safetensors, as a directory that ``from_pretrained`` reads, or as
-another torch file."""
+"""Exports tensors of a torch file: as safetensors, as a directory that ``from_pretrained`` reads,
+or as another torch file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from portus.reach.leaving.safetensors import shared_names
 from portus.reach.pools.elsewhere import fill
 
 PREFIXES: Final = ("pytorch_model_fsdp_0.model.", "model.safetensors.", "state_dict.", "model.")
-"""What stands before the names of weights: in checkpoints of Accelerate, of Lightning, and in
-most others."""
+"""The prefixes of weights' names: in checkpoints of Accelerate, of Lightning, and in most
+others."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -35,14 +35,14 @@ def write(
     limit: int | None,
     only_weights: bool,
 ) -> WrittenExport:
-    """Write what ``names`` say of the torch file at ``path`` to ``out``, verified and synced.
+    """Write the values of the torch file at ``path`` that ``names`` select to ``out``, and sync
+    them.
 
     names: shell patterns of key paths; none means all. strip: removed from the beginning of names.
-    limit: ``out`` is a directory, of files of so many bytes at most; None: a file. only_weights:
-    leave other tensors out, and give weights the names that a model has for them. Protected tables
-    are read from their own pool. Runs no code that the file names. Raises ``UsageError`` for a file
-    with objects of other classes than ``weights_only`` allows, ``CorruptionError``,
-    ``MediumError``.
+    limit: the most bytes of a file in the directory ``out``; None: ``out`` is a file. only_weights:
+    omit other tensors, and give weights their names in a model. Protected tables are read from
+    their own pool. Verifies the file, and runs no code that it names. Raises ``UsageError`` for
+    objects of other classes than ``weights_only`` allows, ``CorruptionError``, ``MediumError``.
     """
     try:
         state = load_file(path, list(names) or None, map_location="cpu", weights_only=True)

@@ -1,9 +1,9 @@
-"""A version of a shelf or of tables, or a part of it, as a torch file: streamed, and verified on
+"""Streams a version of a shelf or of tables, or a part of it, into a torch file, and verifies it on
 the way.
 
-``torch.save`` wants the state in memory. Here the state is outlined first, over memory that nobody
-touches, and laid out as any state that Portus saves; then each storage goes from the pool to its
-place in the file, a unit (16 MiB) at a time.
+``torch.save`` needs the state in memory. This module first outlines the state over memory that is
+never touched, and lays it out as any state that Portus saves; then each storage goes from the pool
+to its place in the file, a unit (16 MiB) at a time.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def write(
     keep: Matcher | None = None,
     fits: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write the state of a version to ``target``, which is empty and can be sought in; or what of
-    it has key paths to ``keep``.
+    """Write the state of a version, or its parts with key paths that match ``keep``, to ``target``,
+    which is empty and can be sought in.
 
-    One unit is in memory at a time, and what of the state is no tensor. ``fits`` gets the size of
-    the file before anything is written, and may raise.
+    Holds one unit in memory at a time, and the values that are no tensors. Calls ``fits``, which
+    may raise, with the size of the file before it writes.
 
-    Raises ``CorruptionError`` and ``MediumError``: then something was written; ``StaleError``; and
-    ``UsageError`` for what torch cannot write, and before anything is written.
+    Raises ``CorruptionError`` and ``MediumError``, after it may have written; ``StaleError``; and
+    ``UsageError`` for values that torch cannot write, before it writes.
     """
     with restore.outline_version(pool, entry, keep) as outline:
         storages = Storages(pool, outline.record, outline.logged)
         found = pickle_state(outline.state)
-        # The name of the archive in a file of torch's that has no name.
+        # The archive's name in torch's files without a name.
         image = found.image("archive")
         fits(image.size)
         digests, crcs = [], []
@@ -66,7 +66,7 @@ def write(
 def _read(storages: Storages, index: int, outline: Outline) -> Iterator[memoryview]:
     length = storages.length(index)
     if not length:
-        yield memoryview(b"")  # it has a digest, as every unit
+        yield memoryview(b"")  # an empty unit has a digest, too
     try:
         yield from storages.read(index, 0, length)
     except CorruptionError as error:
