@@ -1,8 +1,8 @@
 """Portus for PyTorch Lightning: ``Trainer(plugins=[PortusIO()])``, and nothing else changes.
 
 Works with ``lightning.pytorch``, ``lightning.fabric``, ``pytorch_lightning`` and
-``lightning_fabric``. Names are imported on first use, so that this costs nothing where Lightning
-alone is used.
+``lightning_fabric``. Names are imported on first use, so this package costs nothing in programs
+that use Lightning alone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def __getattr__(name: str) -> object:
 
 
 def _is_of_pytorch_lightning() -> bool:
-    """True if the program has that copy of Lightning, and not the other. Each has a
-    ``ModelCheckpoint`` of its own; where both are loaded, name the module."""
+    """Return True if the program has imported ``pytorch_lightning`` and not ``lightning``. Each has
+    a ``ModelCheckpoint`` of its own; if both are imported, name the module."""
     return "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 
 

@@ -1,4 +1,4 @@
-"""Entry points: what Lightning asks for callbacks to add to every Trainer.
+"""Entry points, from which Lightning gets the callbacks to add to every Trainer.
 
 Each is called for every Trainer of every program on a machine with Portus, so it does nothing,
 and imports nothing, unless the program has made a ``PortusIO``.
@@ -10,7 +10,7 @@ import sys
 
 
 def companion_callbacks() -> list[object]:
-    """The companion callback, for Trainers of ``lightning.pytorch``."""
+    """Return the companion callback, for Trainers of ``lightning.pytorch``."""
     if not _is_used():
         return []
     from portus_lightning.companion_of_lightning import PortusCompanion
@@ -19,7 +19,7 @@ def companion_callbacks() -> list[object]:
 
 
 def companion_callbacks_for_pytorch_lightning() -> list[object]:
-    """The companion callback, for Trainers of ``pytorch_lightning``."""
+    """Return the companion callback, for Trainers of ``pytorch_lightning``."""
     if not _is_used():
         return []
     from portus_lightning.companion_of_pytorch_lightning import PortusCompanion

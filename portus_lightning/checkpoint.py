@@ -1,7 +1,7 @@
-"""``PortusCheckpoint``: Lightning's ``ModelCheckpoint``, at the steps that ``portus.Cadence`` says.
+"""``PortusCheckpoint``: Lightning's ``ModelCheckpoint``, at the steps of a ``portus.Cadence``.
 
-What is saved, where, and which ones are kept is Lightning's own: this decides only whether a batch
-was one to save after. Each copy of Lightning joins ``CadenceHooks`` with its own class.
+Lightning decides what is saved, where, and which ones are kept; this module decides only after
+which batches to save. Each copy of Lightning joins ``CadenceHooks`` with its own class.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from portus_lightning import stock
 from portus_lightning.patch import plugin_of
 
 KEY: Final = "portus_cadence"
-"""Where the cadence is in the callback's part of a checkpoint."""
+"""The key of the cadence in the callback's part of a checkpoint."""
 
 
 class CadenceHooks:
-    """The hooks, and the arguments; goes before ``ModelCheckpoint``.
+    """The hooks and the arguments; the base class before ``ModelCheckpoint``.
 
     Args:
         every: "auto": as often as ``max_overhead`` allows; "30s", "5min", "1h": a time; 100: steps.
@@ -26,7 +26,7 @@ class CadenceHooks:
         mtbf: Mean time between failures of the whole job: seconds, or "4h".
 
     All other arguments are those of ``ModelCheckpoint``, but for those that say when to save.
-    Raises ``portus.UsageError`` for what makes no sense.
+    Raises ``portus.UsageError`` for invalid arguments.
     """
 
     _every_n_train_steps: int
@@ -48,7 +48,7 @@ class CadenceHooks:
                     f"{of_model_checkpoint[name]!r}. Leave it out, or add a ModelCheckpoint"
                 )
         self._every, self._max_overhead, self._mtbf = every, max_overhead, mtbf
-        portus.parse_cadence(every, max_overhead, mtbf)  # it counts from the start of the fit
+        portus.parse_cadence(every, max_overhead, mtbf)  # refuses invalid arguments
         self._cadence: portus.Cadence | None = None
         self._loaded: dict[str, object] | None = None
         super().__init__(every_n_train_steps=1, **of_model_checkpoint)  # type: ignore[call-arg]
@@ -56,7 +56,7 @@ class CadenceHooks:
 
     @property
     def cadence(self) -> portus.Cadence | None:
-        """What decides, while a fit runs."""
+        """Return the cadence that decides; None unless a fit runs."""
         return self._cadence
 
     @property
@@ -64,8 +64,8 @@ class CadenceHooks:
         return self._generate_state_key(monitor=self.monitor, mode=self.mode, every=self._every)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin to count. ``every="auto"`` has to see the saves: raises ``portus.UsageError`` where
-        they do not go through a ``PortusIO``."""
+        """Start counting. Raise ``portus.UsageError`` if ``every="auto"``, which measures saves,
+        and they do not go through a ``PortusIO``."""
         super().setup(trainer, pl_module, stage)  # type: ignore[misc]
         if stage != "fit":
             return
@@ -89,8 +89,8 @@ class CadenceHooks:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Save as ``ModelCheckpoint`` with ``every_n_train_steps`` does, if this step is due."""
         assert self._cadence is not None
-        # Only for Lightning's own hook, so that top-k, deferring to a validation and all that
-        # follows stay Lightning's. 0 is never.
+        # This sets only Lightning's own interval (0 is never), so top-k, deferring a save to a
+        # validation and all that follows stay Lightning's.
         self._every_n_train_steps = 1 if self._cadence.should_save() else 0
         try:
             super().on_train_batch_end(trainer, pl_module, *batch)  # type: ignore[misc]
@@ -98,7 +98,7 @@ class CadenceHooks:
             self._every_n_train_steps = 0
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """What a validation takes is no cost of a save."""
+        """Exclude the time of a validation from the cost of saves."""
         super().on_validation_start(trainer, pl_module)  # type: ignore[misc]
         if self._cadence is not None:
             self._cadence.ignore_step()

@@ -1,15 +1,15 @@
-"""The silent companion of ``PortusIO``: a callback that tells it what a plugin cannot see.
+"""The companion of ``PortusIO``: a callback that tells the plugin what it cannot see itself.
 
-Lightning adds it to every Trainer by its entry point; it acts only where the Trainer's plugin is a
+Lightning adds it to every Trainer by its entry point. It acts only if the Trainer's plugin is a
 ``PortusIO``. It
 
-- tells the plugin the run's root directory, and says loudly when a strategy's checkpoints do not
-  go through the plugin at all;
-- makes resume exact: the random number generators of all ranks, and where the training data was,
-  are part of the checkpoint;
-- hands the statistics of saves to the loggers;
-- says which saves may be in the background, and waits for them before others look at the files;
-- has a job that is told to go save and leave, see ``preempted``.
+- tells the plugin the run's root directory, and warns if a strategy's checkpoints bypass the
+  plugin;
+- makes resume exact: checkpoints have the random number generators of all ranks, and the position
+  of the training data;
+- passes the statistics of saves to the loggers;
+- allows saves in the background, and waits for them before other code looks at the files;
+- makes a preempted job save and leave, see ``preemption``.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from portus_lightning.preemption import PreemptionExit
 from portus_lightning.resume import renewing_at_epoch_end
 
 KEY: Final = "portus_random"
-"""Where the generators are in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
+"""The key of the generators in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
 
 FORMAT: Final = 1
 
 
 class CompanionHooks:
-    """The hooks; each copy of Lightning joins them with its own ``Callback``."""
+    """The hooks; each copy of Lightning combines them with its own ``Callback``."""
 
     def __init__(self) -> None:
         self._generators: torch.Tensor | None = None
         self._loaded: dict[str, Any] | None = None
-        """What was loaded, by name, and this rank's "generators"; None if nothing was."""
+        """The loaded values by name, and this rank's "generators"; None if none were loaded."""
         self._data: data.TrainingData | None = None
         self._place: int | None = None
         self._ended = False
         self._leaving: PreemptionExit | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy of the Trainer, as of ``torch.save(trainer)``, has no run."""
+        """Return the state without the run: a copy of the Trainer (``torch.save``) has none."""
         gone = dict.fromkeys(("_generators", "_loaded", "_data", "_leaving"))
         return {**self.__dict__, **gone}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Tell the plugin where the run is; say what it cannot do."""
+        """Tell the plugin where the run is; warn of what it cannot do."""
         io = self._plugin_of(trainer)
         if io is None:
             return
@@ -79,7 +79,7 @@ class CompanionHooks:
                 self._leaving = PreemptionExit.of(trainer, io.preempt_within)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add the generators of every rank, and where the data is. Runs on all ranks."""
+        """Add the generators of every rank, and the position of the data. Runs on all ranks."""
         if self._plugin_of(trainer) is None or not stock.is_on():
             return
         own = portus.capture_randomness(trainer.strategy.root_device)
@@ -103,7 +103,7 @@ class CompanionHooks:
             checkpoint[data.KEY] = {**position, "random": ranks[:, 1:].contiguous(), "own": said}
 
     def _is_pending(self, trainer: Any) -> bool:
-        """True from the moment at which a checkpoint was loaded until a batch was trained."""
+        """Return True from the load of a checkpoint until a batch was trained."""
         loaded = self._loaded
         if loaded is None or trainer.state.fn != "fit":
             return False
@@ -116,8 +116,8 @@ class CompanionHooks:
     def _carry(
         self, trainer: Any, checkpoint: dict[str, Any], generators: torch.Tensor
     ) -> torch.Tensor:
-        """Save what was loaded where nothing was trained since: Lightning changes its loops before
-        the first batch. Returns the generators to save."""
+        """Save the loaded values again if nothing was trained since: Lightning changes its loops
+        before the first batch. Return the generators to save."""
         loaded = dict(self._loaded or {})
         checkpoint.update({name: loaded[name] for name in _OF_THE_START})
         restored_later = trainer._checkpoint_connector._loaded_checkpoint
@@ -128,8 +128,8 @@ class CompanionHooks:
         return generators if saved is None else saved.clone()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep this rank's generators until the data loaders have been made, and the position for
-        them. Raises ``portus.UsageError`` for those of a newer Portus."""
+        """Keep this rank's generators until the data loaders exist, and the position for these.
+        Raise ``portus.UsageError`` if a newer Portus saved them."""
         position = checkpoint.get(data.KEY)
         if position is not None and self._data is not None:
             self._data.load_state_dict(position)
@@ -142,7 +142,7 @@ class CompanionHooks:
             return
         if run_of(trainer) is not None:
             stock.LIGHTNING.require_format("random numbers", saved["format"], FORMAT)
-        elif saved["format"] != FORMAT:  # as stock Lightning, which knows nothing of them
+        elif saved["format"] != FORMAT:  # stock Lightning ignores them
             return
         ranks = saved["ranks"]
         # More ranks than at the save: the new ones keep what the script seeded.
@@ -152,11 +152,10 @@ class CompanionHooks:
                 self._loaded["generators"] = self._generators
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the generators back: after the iterators were made, before anything is drawn. From
-        now on this callback is the first one: at the end, all files are there before others
-        look."""
+        """Restore the generators: the iterators exist, and nothing is drawn yet. Make this callback
+        the first one: at the end of the fit, all files exist before other callbacks look."""
         _expect(trainer)
-        if self._plugin_of(trainer) is not None:  # a new list: Lightning walks through the old one
+        if self._plugin_of(trainer) is not None:  # a new list: Lightning iterates over the old one
             self._place = trainer.callbacks.index(self)
             trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         if self._data is not None:
@@ -169,18 +168,18 @@ class CompanionHooks:
             self._leaving.train_starts()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch begins, and is as long as the loaders say."""
+        """Start an epoch, whose length the loaders give."""
         if self._data is not None:
             self._data.start_epoch()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Log what saves cost, as soon as they are over; and leave, if it is time."""
+        """Log the cost of saves that have ended; leave if it is time."""
         self._log_stats(trainer)
         if self._leaving is not None:
             self._leaving.batch_ended()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave, if it is time; so do the next three."""
+        """Leave if it is time; the next three hooks do too."""
         if self._leaving is not None:
             self._leaving.epoch_ended()
 
@@ -197,8 +196,8 @@ class CompanionHooks:
             self._leaving.validation_ended()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Finish the saves after the last batch, so that all files are there, and log the last
-        statistics. Later saves are waited for."""
+        """Finish the saves after the last batch, so all files exist, and log the last statistics.
+        Later saves block."""
         self._end(trainer)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -206,12 +205,12 @@ class CompanionHooks:
         self._end(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training stops here: all files are there, and later saves are waited for."""
+        """Finish the saves, as training stops here; later saves block."""
         io = plugin_of(trainer)
         if io is None or not stock.is_on() or trainer.state.fn != "fit":
             return
         if self._data is not None:
-            self._data.close()  # Lightning calls no teardown now
+            self._data.close()  # Lightning calls no teardown after an exception
         if self._leaving is not None and self._leaving.takes(exception):
             self._ended = True
             self._leaving.save(io)
@@ -219,12 +218,12 @@ class CompanionHooks:
         try:
             io.teardown()
         except portus.PortusError as error:
-            # The exception matters more.
+            # The exception that ended training matters more.
             stock.LIGHTNING.say_once(f"Portus: a save failed: {error}")
         self._ended = True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Finish saves also under strategies that do not tell their plugin about the end."""
+        """Finish saves, also for strategies that do not call their plugin's teardown."""
         io = plugin_of(trainer)
         if io is not None:
             io.teardown()
@@ -236,12 +235,12 @@ class CompanionHooks:
             self._data.close()
 
     def _plugin_of(self, trainer: Any) -> PortusIO | None:
-        """The Trainer's ``PortusIO``, for the companion that acts on it."""
+        """Return the Trainer's ``PortusIO``, if this companion is the one that acts on it."""
         io = plugin_of(trainer)
         return io if io is not None and self._is_first(trainer) else None
 
     def _is_first(self, trainer: Any) -> bool:
-        """False for a second companion: one came by the entry point, one was passed by hand."""
+        """Return False for a second companion: one came by the entry point, one from the user."""
         return self is next(each for each in trainer.callbacks if isinstance(each, CompanionHooks))
 
     def _put_back(self, trainer: Any, generators: torch.Tensor) -> None:
@@ -254,9 +253,9 @@ class CompanionHooks:
         if io is None or self._ended:
             return
         self._ended = True
-        io.teardown()  # some strategies forget it
+        io.teardown()  # some strategies do not call it
         self._log_stats(trainer)
-        # A program that never imported it has protected no table.
+        # A program that never imported it has not protected any table.
         if stock.is_on() and trainer.is_global_zero and "portus.embedding" in sys.modules:
             io.run.put_tables()
 
@@ -268,10 +267,10 @@ class CompanionHooks:
 
 
 _OF_THE_START: Final = ("epoch", "global_step", "loops")
-"""What in a checkpoint stays as it was loaded until a batch was trained."""
+"""The keys of a checkpoint whose values stay as loaded until a batch was trained."""
 
 _RESTORED_LATER: Final = ("optimizer_states", "lr_schedulers")
-"""What Lightning restores only after ``on_fit_start``."""
+"""The keys that Lightning restores only after ``on_fit_start``."""
 
 
 def _expect(trainer: Any) -> None:
@@ -286,7 +285,7 @@ def _expect(trainer: Any) -> None:
 
 
 def warnings_for(trainer: Any, run: RunFiles) -> list[str]:
-    """What a user must know before training starts."""
+    """Return the warnings that a user must see before training starts."""
     found = []
     what = bypass(trainer.strategy, run)
     if what:
@@ -304,11 +303,11 @@ def warnings_for(trainer: Any, run: RunFiles) -> list[str]:
 
 
 def bypass(strategy: Any, run: RunFiles) -> str:
-    """The strategy's name, if it writes checkpoints without asking its plugin, and if the
-    companion cannot help; else nothing."""
+    """Return the name of a strategy that writes checkpoints without its plugin, if the companion
+    cannot help; else ""."""
     name = type(strategy).__name__
     if knows_shards(strategy):
         reason = run.why_no_shards() if saves_shards(strategy) else ""
         return f"{name} with sharded checkpoints ({reason})" if reason else ""
-    # The base class asks the plugin; a strategy that writes by itself overrides this method.
+    # The base class asks the plugin; a strategy that writes its own files overrides this method.
     return "" if owner_of_save(strategy).__name__ == "Strategy" else name

@@ -9,9 +9,9 @@ from portus_lightning.patch import install
 
 
 class PortusCompanion(CompanionHooks, Callback):
-    """Has the hooks that Portus needs. A class of a module, so that a Trainer with it can be
-    pickled."""
+    """The hooks that Portus needs. A class of a module, so a Trainer with it can be pickled."""
 
 
-# At import, which is when a Trainer with a PortusIO is made: no other program's Lightning changes.
+# At import, which is when a Trainer with a PortusIO is made: Lightning is unchanged in other
+# programs.
 install("lightning.pytorch")

@@ -1,18 +1,17 @@
-"""Where the training data is: saved with each checkpoint, and gone on with.
+"""The position of the training data: saved with each checkpoint, and restored on resume.
 
-Lightning makes the iterator of the training data while it sets the data up, after the callbacks
-were given the checkpoint. Between the two it gives loaders that know their position their states,
-but not after an epoch's end, nor where something asked for the loaders before; and those are the
-states of rank 0, and of a batch later where it fetches one ahead. Here all loaders are given
-theirs, by ``portus.DataCursor``, at the same moment.
+Lightning makes the iterator of the training data while it sets the data up, after the callbacks got
+the checkpoint. Between the two it restores loaders that know their position, but not after an
+epoch's end, nor if other code asked for the loaders before. These are the states of rank 0, and a
+batch too late if it prefetches one. Here ``portus.DataCursor`` restores all loaders at once.
 
-A loader that was given the state of an epoch's end has to be asked for a batch once: some then say
-that there is none, and begin the next epoch with the iterator after that; some begin it at once,
-and are given their state again.
+A loader with the state of an epoch's end has to be asked for a batch once. Some then have none, and
+begin the next epoch with the next iterator; some begin it at once, and get their state again.
 
-How many batches an epoch has is asked in many places: the limits of the ``CombinedLoader``, the
-fetcher's length, ``max_batches``, the interval of validation. In an epoch that is dealt anew to
-other ranks it is what was delivered and what is left; from the next one on it is stock's again.
+Lightning asks for the number of batches of an epoch in many places: the limits of the
+``CombinedLoader``, the fetcher's length, ``max_batches``, the interval of validation. In an epoch
+that is redistributed to other ranks, it is the delivered and the remaining batches; from the next
+one on it is stock's again.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ import portus
 from portus_lightning import stock
 
 KEY: Final = "portus_data"
-"""Where it is in a checkpoint: {"format": 1, "loaders": one state for each, "random": (ranks,
-loaders, RANDOMNESS_BYTES) uint8, "own": for each rank what its loaders said of themselves}. None
-stands for a loader that is not followed, or not asked."""
+"""The key of the position in a checkpoint: {"format": 1, "loaders": one state for each, "random":
+(ranks, loaders, RANDOMNESS_BYTES) uint8, "own": for each rank the states that its loaders
+returned}. None stands for a loader that is not followed, or not asked."""
 
 _FORMAT: Final = 1
 _HOOK: Final = "_load_combined_loader_states"
@@ -52,9 +51,9 @@ class TrainingData:
         self._saved: list[dict[str, Any] | None] = []
         self._waits = False
         self._resumed: list[int] = []
-        """Loaders that are asked, and went on within this epoch."""
+        """The loaders to ask that continue within this epoch."""
         self._odd_epoch: int | None = None
-        """The epoch that has other numbers of batches than stock says."""
+        """The epoch whose numbers of batches differ from stock's."""
         self._load_stock: Final = getattr(type(self._loop), _HOOK).__get__(self._loop)
         before_fetch = self._loop.epoch_loop._on_before_fetch
 
@@ -67,7 +66,7 @@ class TrainingData:
         def keep() -> None:
             before_fetch()
             fetcher = self._loop._data_fetcher
-            if fetcher is not None and fetcher.length is None:  # it fetches ahead
+            if fetcher is not None and fetcher.length is None:  # it prefetches
                 for each in self._active_cursors():
                     each.keep(fetcher.fetched)
 
@@ -75,13 +74,12 @@ class TrainingData:
         setattr(self._loop.epoch_loop, _BEFORE_FETCH, keep)
 
     def state_dict(self, *, is_pending: bool = False) -> dict[str, Any] | None:
-        """Return this rank's part: "random" and "own" have to be gathered. None before there are
-        loaders.
+        """Return this rank's part: "random" and "own" have to be gathered. None without loaders.
 
         is_pending: nothing was trained since a state was loaded, so the loaders are still there.
         """
         if is_pending and self._saved:
-            # As it was loaded: to ask for the first sample would begin the epoch, and draw from the
+            # As loaded: to ask for the first sample would begin the epoch, and draw from the
             # generators (decision 0128).
             return _gather([None if each is None else dict(each) for each in self._saved])
         if not self._cursors:
@@ -103,8 +101,8 @@ class TrainingData:
         )
 
     def amend(self, checkpoint: dict[str, Any], own: list[Any]) -> None:
-        """Put what loaders said of themselves where Lightning has it too: it asks them when they
-        may have been asked for a batch more. own: of rank 0."""
+        """Put the states that loaders returned where Lightning has them too: it asks loaders when
+        they may have given a batch more. own: of rank 0."""
         if self._loop._combined_loader is None:
             return
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
@@ -114,11 +112,11 @@ class TrainingData:
                 states[place] = own[number]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` says, once the loaders are there. Raises ``UsageError`` for a state
-        of a newer Portus."""
+        """Continue from ``state`` once the loaders exist. Raise ``UsageError`` for a state of a
+        newer Portus."""
         stock.LIGHTNING.require_format("positions in data", state.get("format"), _FORMAT)
         random = state["random"]
-        # Of another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
+        # From another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
         rank = self._trainer.global_rank if len(random) == self._trainer.world_size else 0
         own = state["own"]
         said = own[min(rank, len(own) - 1)]
@@ -129,8 +127,7 @@ class TrainingData:
         self._waits = True
 
     def start(self) -> None:
-        """Training starts: where the loaders were set up before the checkpoint was there, let them
-        go on now."""
+        """Resume the loaders as training starts, if they were set up before the load."""
         if self._waits and self._cursors:
             if not self._go_on():
                 self._load_stock()
@@ -138,7 +135,7 @@ class TrainingData:
             self._count()
 
     def put_back(self) -> None:
-        """Put the generators of loaders back, if a new epoch begins."""
+        """Restore the generators of loaders, if a new epoch begins."""
         self._tell_epoch()
         for number, (cursor, saved) in enumerate(zip(self._cursors, self._saved, strict=False)):
             if cursor is None or saved is None or not saved["position"]["is_over"]:
@@ -148,10 +145,10 @@ class TrainingData:
                 cursor.load_state_dict(saved)
 
     def start_epoch(self) -> None:
-        """An epoch begins from its start."""
+        """Begin an epoch from its start."""
         self._tell_epoch()
-        # Lightning stops at the last batch of an epoch, and some loaders that were given a state
-        # begin the next epoch only once they were asked in vain.
+        # Lightning stops at the last batch of an epoch, and some loaders with a state begin the
+        # next epoch only after one more request for a batch.
         resumed, self._resumed = self._resumed, []
         iterators = self._iterators() if resumed else []
         for number in resumed:
@@ -163,7 +160,7 @@ class TrainingData:
             self._count()
 
     def close(self) -> None:
-        """Leave the loaders and the loop as they were."""
+        """Restore the loaders and the loop as they were before."""
         vars(self._loop).pop(_HOOK, None)
         vars(self._loop.epoch_loop).pop(_BEFORE_FETCH, None)
         for cursor in self._cursors:
@@ -179,15 +176,15 @@ class TrainingData:
         return [each for each in self._cursors if each is not None and each.is_asked]
 
     def _gives(self, number: int) -> bool:
-        """Whether a loader that was given the state of an epoch's end has a batch. Ask once."""
+        """Return whether a loader with the state of an epoch's end has a batch. Ask once."""
         fetcher = self._loop._data_fetcher
         if fetcher.length is None:
-            return bool(getattr(fetcher, "batches", ()))  # it has asked
+            return bool(getattr(fetcher, "batches", ()))  # the fetcher has asked
         iterator = self._iterators()[number]
         return iterator is not None and next(iterator, _END) is not _END
 
     def _tell_epoch(self) -> None:
-        """Seeded datasets have no sampler's ``set_epoch``, which Lightning would call."""
+        """Set the epoch of seeded datasets: Lightning calls ``set_epoch`` of samplers alone."""
         for loader in self._loaders:
             dataset = getattr(loader, "dataset", None)
             if isinstance(dataset, portus.SeededDataset):
@@ -215,12 +212,12 @@ class TrainingData:
         ]
 
     def _may_follow(self, loader: Any) -> bool:
-        """Lightning before 2.5.1 takes an epoch's end for a place within the epoch, and relies on
-        a loader that knows its position to say that nothing is left."""
+        """Return False for a stateful loader before Lightning 2.5.1, which takes an epoch's end for
+        a place within the epoch, and relies on such a loader to have nothing left."""
         return not _is_stateful(loader) or hasattr(self._loop, "restarted_mid_epoch")
 
     def _go_on(self) -> bool:
-        """False if Lightning is to give loaders their states."""
+        """Resume the loaders; return False if Lightning has to give loaders their states."""
         if not self._waits:
             return False
         self._waits = False
@@ -253,7 +250,7 @@ class TrainingData:
         return is_ours
 
     def _limit(self) -> None:
-        """What ``FitLoop.setup_data`` makes of lengths."""
+        """Set the limits from the lengths, as ``FitLoop.setup_data`` does."""
         combined, limit = self._loop._combined_loader, self._trainer.limit_train_batches
         limits = list(combined.limits)
         for number, cursor in enumerate(self._cursors):
@@ -267,15 +264,15 @@ class TrainingData:
         combined.limits = limits
 
     def _count(self) -> None:
-        """What ``FitLoop.setup_data`` makes of limits."""
+        """Set the counts from the limits, as ``FitLoop.setup_data`` does."""
         trainer, batches = self._trainer, max(self._loop._combined_loader.limits)
         self._loop.max_batches = batches
         if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def _delivered_batches(self, cursor: portus.DataCursor, done: int) -> int:
-        """Batches of the loader's own round, once training was given ``done`` of all loaders: one
-        that is shorter than others has ended then, or has begun again."""
+        """Return the batches of the loader's own round after ``done`` batches of all loaders: a
+        loader that is shorter than others has ended then, or has begun again."""
         if len(self._cursors) == 1 or self._loop._combined_loader._mode == "min_size":
             return done
         length = len(cursor.stock)
@@ -284,7 +281,7 @@ class TrainingData:
         return min(done, length)
 
     def _iterators(self) -> list[Any]:
-        """The iterators that training uses, one for each loader."""
+        """Return the iterators that training uses, one for each loader."""
         combined = getattr(getattr(self._loop, "_data_fetcher", None), "iterator", None)
         found = getattr(getattr(combined, "_iterator", None), "iterators", ())
         return list(found) if len(found) == len(self._cursors) else [None] * len(self._cursors)
@@ -300,7 +297,7 @@ class TrainingData:
 
 
 def _gather(states: list[Any]) -> dict[str, Any]:
-    """The states of loaders, as a checkpoint has them: what belongs to a rank apart."""
+    """Return the states of loaders, as a checkpoint has them: values of a rank are separate."""
     random = [
         # A place for each loader: ranks gather tensors of one size.
         torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
@@ -313,8 +310,8 @@ def _gather(states: list[Any]) -> dict[str, Any]:
 
 
 def of_all_ranks(own: list[Any], ranks: int) -> list[list[Any]]:
-    """What the loaders of each rank said of themselves; of this one alone, where ranks have no way
-    to tell each other. Runs on all ranks, and waits for them if any loader was asked."""
+    """Return the states that the loaders of each rank returned; of this rank alone, if ranks cannot
+    communicate. Runs on all ranks, and waits for them if any loader was asked."""
     if ranks == 1 or not any(own) or not torch.distributed.is_initialized():
         return [own]
     gathered: list[Any] = [None] * ranks
@@ -332,7 +329,7 @@ def _length(cursor: portus.DataCursor, of_stock: bool = False) -> int | None:
 
 
 def _length_of(length: Callable[[], int | None]) -> int | None:
-    """A length; None where nobody knows it, as of a sampler without one."""
+    """Return a length; None if it is unknown, as for a sampler without one."""
     try:
         return length()
     except (TypeError, NotImplementedError):

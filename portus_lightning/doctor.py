@@ -1,4 +1,4 @@
-"""What ``portus doctor`` says about Lightning: whether Trainers find what Portus adds to them."""
+"""The findings of ``portus doctor`` about Lightning: whether Trainers find Portus's callbacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ DISTRIBUTIONS: Final = {
     "lightning": "lightning.pytorch.callbacks_factory",
     "pytorch-lightning": "pytorch_lightning.callbacks_factory",
 }
-"""By the name of a distribution, the entry points that its Trainer asks for callbacks."""
+"""The entry points for callbacks that each distribution's Trainer asks for."""
 
 OLDEST: Final = (2, 4)
 
 Finding = tuple[str, str, str]
-"""Name, text, and what to do about it, empty if nothing."""
+"""Name, text, and the remedy, empty if none is needed."""
 
 
 def findings() -> list[Finding]:
@@ -44,5 +44,5 @@ def _finding(name: str) -> list[Finding]:
 
 
 def _parts(number: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(each) for each in number.split(".")[:2] if each.isdecimal())

@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
     from portus.dcp import PortusStorageWriter
 else:
-    CheckpointIO = object  # stock.adopt makes it one, in whichever copy of Lightning is loaded
+    CheckpointIO = object  # stock.adopt registers it, with each copy of Lightning that is loaded
 
 _log: Final = logging.getLogger("portus_lightning")
 
 _STEP_KEYS: Final = ("global_step", "step", "iteration", "iter", "num_steps")
-"""Where a checkpoint says its step: the Trainer's key, then what Fabric loops call it."""
+"""The keys of the step in a checkpoint: the Trainer's, then those of Fabric loops."""
 
 _LAST_CHANCE: Final = "hpc_ckpt_"
-"""How the names of checkpoints begin that Lightning saves when SLURM is about to end the job: they
-must be durable now."""
+"""The prefix of checkpoints that Lightning saves when SLURM is about to end the job: these
+block."""
 
 
 class PortusIO(CheckpointIO):
     """Saves checkpoints in the background, while training continues.
 
     Pass it as ``Trainer(plugins=[PortusIO()])``. The checkpoints of ``ModelCheckpoint`` appear at
-    their paths when they are whole and durable; all other saves return when the file is there.
+    their paths when they are complete and durable; all other saves return when the file exists.
     Nothing else in the script changes.
 
     Args:
@@ -47,14 +47,15 @@ class PortusIO(CheckpointIO):
             a storage host (``portus://host:7117``): checkpoints go there, and at their paths are
             pointers, small files that loads follow. For strategies that save in shards, a list of
             hosts is possible too. Default: ``$PORTUS_POOL``, or none.
-        model: The name of this run in the pool and for ``portus report``. Default: derived from
-            the checkpoint directory.
+        model: The name of this run in the pool and for ``portus report``. Default: derived from the
+            checkpoint directory.
         preempt_within: Seconds, or a text like "90s", in which a job that receives SIGTERM or
-            SIGUSR1 saves and exits; then it is ended. None leaves these signals to Lightning.
-        fixed_batch: What stays the same when a run resumes in the middle of an epoch with another
-            number of ranks: "local", the batch of each rank, or "global", the number of samples in
-            a step of all ranks, whatever batch the script names.
-        settings: How to save, and what to do about failures: see ``portus.Settings``.
+            SIGUSR1 saves and exits; after it, the job is killed. None leaves these signals to
+            Lightning.
+        fixed_batch: The batch that stays the same when a run resumes in the middle of an epoch with
+            another number of ranks: "local", the batch of each rank, or "global", the number of
+            samples in a step of all ranks, whatever batch the script names.
+        settings: How to save, and how to treat failures: see ``portus.Settings``.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class PortusIO(CheckpointIO):
     ) -> None:
         self.preempt_within: Final = preempt_within
         if preempt_within is not None:
-            portus.Preemption(preempt_within)  # says what makes no sense, now
+            portus.Preemption(preempt_within)  # refuses invalid values now
         if fixed_batch not in ("local", "global"):
             raise portus.UsageError(
                 f"fixed_batch: expected 'local' or 'global', found {fixed_batch!r}"
@@ -77,14 +78,14 @@ class PortusIO(CheckpointIO):
         # Not opened here: strategies copy the plugin into processes that they start.
         place = None if pool is None else portus.Place.parse(pool)
         self.run: Final = RunFiles(portus.Settings(**settings), place, model)
-        """What the companion callback uses."""
+        """The files of the run, which the companion callback uses."""
         self.__setstate__({})
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         stock.adopt(type(self), load=True)
         portus.register_reference_loader()
-        # Also for one that was unpickled: a Trainer in that process needs the companion, too.
+        # Also after unpickling: a Trainer in that process needs the companion, too.
         INSTANCES.append(True)
 
     def save_checkpoint(
@@ -94,12 +95,12 @@ class PortusIO(CheckpointIO):
         storage_options: object | None = None,
     ) -> None:
         """Save ``checkpoint`` to ``path``: in the background if a ``ModelCheckpoint`` of Lightning
-        asks for it, else until the file is there.
+        asks for it, else until the file exists.
 
-        Lightning's own code saves what goes to a URL. In a signal handler that interrupted Portus,
-        such as Lightning's for SLURM, this writes the file at once. Raises ``UsageError`` for what
+        Lightning's own code saves to a URL. In a signal handler that interrupted Portus, such as
+        Lightning's for SLURM, this writes the file at once. Raises ``UsageError`` for a value that
         cannot be pickled, with its place in the checkpoint; ``MediumError`` and others if the save
-        cannot be begun, or, where it is waited for, failed.
+        cannot begin, or, if it blocks, failed.
         """
         local = stock.local_path(path)
         if local is None or storage_options is not None or not stock.is_on():
@@ -115,25 +116,25 @@ class PortusIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint at ``path``, verified if Portus saved it. Waits for a save to it.
 
-        If Lightning chose the path, and the file there is damaged, returns the newest one beside it
-        that is not, and says so. The tensors are new, and on the CPU unless ``map_location`` names
-        a device. Raises ``CorruptionError`` and what ``torch.load`` raises.
+        If Lightning chose the path, and the file there is damaged, returns the newest intact one
+        beside it, and logs that. The tensors are new, and on the CPU unless ``map_location`` names
+        a device. Raises ``CorruptionError`` and the errors of ``torch.load``.
         """
         local = stock.local_path(path)
-        # Lightning before 2.6 does not know the word.
+        # Lightning before 2.6 does not have this argument.
         more = {} if weights_only is None else {"weights_only": weights_only}
         if local is not None and not os.path.isdir(local):
             place = map_location if map_location is not None else _on_cpu
             try:
                 return self.run.load(local, map_location=place, **more)
-            except FileNotFoundError:  # in Lightning's own words
+            except FileNotFoundError:  # with Lightning's own message
                 pass
         found: dict[str, Any] = stock.torch_io().load_checkpoint(path, map_location, **more)
         return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove the checkpoint at ``path`` once the newest save requested before, or a later one,
-        is committed. If none is, the checkpoint stays."""
+        """Remove the checkpoint at ``path`` once the newest earlier save, or a later one, is
+        committed. If none is, the checkpoint stays."""
         local = stock.local_path(path)
         if local is None or not self.run.remove(local):
             stock.torch_io().remove_checkpoint(path)
@@ -141,14 +142,13 @@ class PortusIO(CheckpointIO):
     def teardown(self) -> None:
         """Finish the saves in flight. Later saves return when they are durable.
 
-        Raises the errors of failed saves, as ``on_error`` says, unless another error is being
-        raised already.
+        Raises the errors of failed saves, as ``on_error`` says, unless another error is already
+        being raised.
         """
-        # Lightning also calls this while it handles what ended the training, which matters more.
+        # Lightning also calls this while it handles the error that ended training.
         ends_with_error = sys.exc_info()[0] is not None
         try:
-            # Saves may still come, as of the module that ddp_spawn hands back: nobody waits for
-            # those.
+            # Saves may still come, as of the module that ddp_spawn returns; nothing waits for them.
             self.run.end()
         except portus.PortusError as error:
             if not ends_with_error:
@@ -160,11 +160,11 @@ class PortusIO(CheckpointIO):
         self.run.wait()
 
 
-# For LightningCLI, which asks about the class before it makes one.
+# For LightningCLI, which asks about the class before it makes an instance.
 stock.adopt(PortusIO, load=False)
 
 INSTANCES: Final[deque[bool]] = deque(maxlen=1)
-"""Not empty once a ``PortusIO`` was made in this process."""
+"""Not empty once this process has made a ``PortusIO``."""
 
 
 def _on_cpu(storage: Any, location: str) -> Any:
@@ -174,13 +174,14 @@ def _on_cpu(storage: Any, location: str) -> Any:
 
 class _Thread(threading.local):
     is_late: bool | None = None
-    """While a callback of the Trainer saves: whether training goes on meanwhile."""
+    """Whether training continues during a save, while a callback of the Trainer saves."""
 
 
 class RunFiles:
-    """Saves, loads and removes. What it has open does not go into a copy, nor into a pickle.
+    """The checkpoints of one run: it saves, loads and removes them. Copies and pickles have none of
+    its open files.
 
-    root: the Trainer's directory, if it is a local one. has_ended: saves return when they are
+    root: the Trainer's directory, if it is a local one. has_ended: saves block until they are
     durable.
     """
 
@@ -198,36 +199,36 @@ class RunFiles:
         self._model: Final = model
         self._guard: Final = threading.RLock()
         self._thread: Final = _Thread()
-        # Bounded, since without a companion, as in Fabric, nobody takes the statistics.
+        # Bounded: without a companion, as in Fabric, no code takes the statistics.
         self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
-        self._new_files()  # says what makes no sense, now
+        self._new_files()  # refuses invalid values now
         self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
         self.chosen: str | None = None
-        """The checkpoint that Lightning chose to go on from: if it is damaged, another one of its
-        directory will do."""
+        """The checkpoint that Lightning chose to continue from: if it is damaged, another one of
+        its directory will do."""
         self._directory: str | None = None
         self._counted: Final = itertools.count(1)
         self.begin(root)
         self._has_ended = has_ended
         if self._pool_at is not None:
-            portus.allow(self._pool_at)  # every rank loads, and most of them never save
+            portus.allow(self._pool_at)  # every rank loads, and most never save
 
     def __reduce__(self) -> tuple[Callable[..., RunFiles], tuple[object, ...]]:
         made = partial(RunFiles, has_ended=self._has_ended)
         return made, (self.settings, self._pool, self._model, self._root)
 
     def begin(self, root: str | None) -> None:
-        """A Trainer starts: saves may be in the background. root: see the class."""
+        """Begin a Trainer's run: saves may be in the background. root: see the class."""
         self._root = root
         self._has_ended = False
         self._resumed_step: int | None = None
         self._saved: dict[str, None] = {}  # not removed since, oldest first
 
     def expect(self, directory: str, *, in_shards: bool) -> None:
-        """Training starts, and checkpoints will go to ``directory``. in_shards: on every rank, so
-        that each sees its optimizers' steps before the first save. Raises what opening a pool
-        raises: better now than at the first save, hours later."""
+        """Prepare for saves to ``directory`` at the start of training. in_shards: on every rank, so
+        each sees its optimizers' steps before the first save. Raise the errors of opening a pool
+        now, not at the first save, hours later."""
         if in_shards:
             self._opened_shards(directory)
             return
@@ -248,7 +249,7 @@ class RunFiles:
 
     @contextlib.contextmanager
     def saving(self, *, is_late: bool) -> Iterator[None]:
-        """A callback of the Trainer saves: while training goes on, if ``is_late``."""
+        """Mark the saves of a callback of the Trainer: in the background, if ``is_late``."""
         before, self._thread.is_late = self._thread.is_late, is_late
         try:
             yield
@@ -256,13 +257,13 @@ class RunFiles:
             self._thread.is_late = before
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Save ``checkpoint`` to ``path``. Blocks until it is there, unless within ``saving``."""
+        """Save ``checkpoint`` to ``path``. Blocks until it exists, unless within ``saving``."""
         step = _step_in(checkpoint)
         step = next(self._counted) if step is None else step
         try:
             with self._guard:  # AsyncCheckpointIO saves on its own thread, also while this closes
                 needs_name = self.settings.has_mirror or self._pool_at is not None
-                if needs_name and not self.files.has_begun:  # no callback said where
+                if needs_name and not self.files.has_begun:  # no callback gave the directory
                     self._begin_files(self._directory or os.path.dirname(path))
                 handle = self.files.save(checkpoint, path, step)
                 self._saved.pop(path, None)
@@ -271,13 +272,13 @@ class RunFiles:
             if self._has_ended or self._thread.is_late is None:
                 handle.wait()
             elif not self._thread.is_late:
-                handle.join()  # a failure is told as on_error says
+                handle.join()  # a failure is reported as on_error says
         finally:
             if self._has_ended:
                 self._close()
 
     def why_no_shards(self) -> str:
-        """Why shards cannot go to the configured pool; empty if they can."""
+        """Return why shards cannot go to the configured pool; "" if they can."""
         place = self._pool_at
         if place is None or place.is_shared:
             return ""
@@ -286,8 +287,8 @@ class RunFiles:
     def save_shards(
         self, shards: dict[str, Any], path: str, rest: dict[str, Any], *, is_first: bool
     ) -> None:
-        """Start saving this rank's shards; the directory is at ``path`` when this returns. Call it
-        on every rank. rest: the part that is not sharded, which the first rank saves for all.
+        """Start saving this rank's shards; the directory exists when this returns. Call it on every
+        rank. rest: the part that is not sharded, which the first rank saves for all.
 
         Raises ``UsageError`` for a value that cannot be stored, on all ranks.
         """
@@ -299,14 +300,14 @@ class RunFiles:
         try:
             handle = writer.save(shards, path, files=files, blocking=now, step=step)
         except portus.UsageError:
-            writer.wait()  # or a save in flight would replace files of whoever saves it instead
+            writer.wait()  # or a save in flight would replace the files of another writer
             raise
         self._handles.append(handle)
         if self._has_ended:
             self._close()
 
     def load(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return what is at ``path``; or at the newest one beside it, if Lightning chose it."""
+        """Return the checkpoint at ``path``, or if Lightning chose it, the newest intact one."""
         others = iter(_others(path) if self.is_chosen(path) else ())
         found = path
         while True:
@@ -323,27 +324,27 @@ class RunFiles:
                 return state
 
     def is_chosen(self, path: str) -> bool:
-        """True if Lightning chose ``path``; asked once."""
-        # Once: who loads the same path again has named it.
+        """Return True if Lightning chose ``path``; only once."""
+        # Once: a second load of the same path is the user's choice.
         chosen, self.chosen = self.chosen, None
         return path == chosen
 
     def is_there(self, path: str) -> bool:
-        """Return whether there is, or will be, a file at ``path``."""
+        """Return whether a file exists, or will exist, at ``path``."""
         made = self._made
         return os.path.exists(path) if made is None else made.is_there(path)
 
     def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to ``target`` as soon as that is there. Raises ``OSError`` where no
-        link can be made."""
+        """Make ``link`` refer to ``target`` as soon as that exists. Raise ``OSError`` if links
+        cannot be made."""
         shards = self._shards if os.path.isdir(target) else None
         (shards or self.files).link(link, target)
 
     def remove(self, path: str) -> bool:
-        """Remove the checkpoint at ``path`` after the saves so far; False if Lightning is to."""
+        """Remove a checkpoint after the saves so far; return False if Lightning has to do it."""
         if os.path.isdir(path):
             if self._shards is not None:
-                # By who saves there: after a save that is complete (decision 0065).
+                # By the writer that saves there: after a save that is complete (decision 0065).
                 self._shards.remove(path)
             return self._shards is not None
         if not stock.is_on():
@@ -355,8 +356,8 @@ class RunFiles:
         return True
 
     def put_tables(self) -> None:
-        """Training ended: files of this run have their protected tables from now on, in place of
-        what leads to the tables' pool. What fails is logged."""
+        """Put protected tables into this run's files after training, in place of references to the
+        tables' pool. Errors are logged."""
         # A user's code may have removed some.
         for path in filter(os.path.isfile, list(self._saved)):
             try:
@@ -366,7 +367,7 @@ class RunFiles:
         self._close()
 
     def take_stats(self) -> list[portus.SaveStats]:
-        """What the saves cost that were committed since the last call."""
+        """Return the statistics of the saves that were committed since the last call."""
         committed = []
         with contextlib.suppress(portus.UsageError):  # a save of the parent of this forked child
             while self._handles and self._handles[0].done:
@@ -388,8 +389,9 @@ class RunFiles:
         self._close()
 
     def run_of(self, directory: str) -> portus.Run:
-        """The run that saves checkpoints to ``directory``. Its ``.portus`` is in the Trainer's
-        ``default_root_dir``, or in the working directory, and never among the checkpoints."""
+        """Return the run that saves checkpoints to ``directory``. Its ``.portus`` is in the
+        Trainer's ``default_root_dir``, or in the working directory, and never among the
+        checkpoints."""
         roots = [] if self._root is None else [os.path.abspath(self._root)]
         with contextlib.suppress(OSError):  # the working directory may be gone
             here = os.getcwd()
@@ -405,12 +407,12 @@ class RunFiles:
 
     @property
     def _pool_at(self) -> portus.Place | None:
-        """The pool that a user named, also by ``$PORTUS_POOL`` until now."""
+        """Return the pool that a user named, now or by ``$PORTUS_POOL``."""
         return portus.Place.of_pool(self._pool)
 
     @property
     def files(self) -> portus.TrainingFiles:
-        """Return what saves: made in the process that does, which a strategy may have forked."""
+        """Return the files, made in the process that saves: a strategy may have forked it."""
         with self._guard:
             if self._made is None:
                 self._made = self._new_files()
@@ -426,8 +428,8 @@ class RunFiles:
         self.files.begin(run.name, run.links, directory, self._resumed_step)
 
     def _opened_shards(self, directory: str) -> PortusStorageWriter:
-        """The writer of this rank's shards, for checkpoints in ``directory``. Call it on every
-        rank, with the same directory. Raises the errors of opening a pool."""
+        """Return the writer of this rank's shards, for checkpoints in ``directory``. Call it on
+        every rank, with the same directory. Raises the errors of opening a pool."""
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
@@ -439,7 +441,7 @@ class RunFiles:
         return self._shards
 
     def _close(self) -> None:
-        # A stack: one that fails to close keeps the other from nothing.
+        # A stack: if one fails to close, the other is still closed.
         with self._guard, contextlib.ExitStack() as closing:
             for each in (self._made, self._shards):
                 if each is not None:
@@ -459,7 +461,7 @@ def _others(path: str) -> Iterable[str]:
     real, found = os.path.realpath(path), {}
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for each in entries:
-            # `last` may be a link to the damaged one, and would be tried twice.
+            # `last` may be a link to the damaged one, which would be tried twice.
             is_other = each.name.endswith(suffix) and os.path.realpath(each.path) != real
             with contextlib.suppress(OSError):
                 if is_other and each.is_file(follow_symlinks=False):

@@ -1,11 +1,11 @@
 """The places in Lightning that Portus changes, for Trainers whose plugin is a ``PortusIO``.
 
 name of the class                          what changes
-``_CheckpointConnector._select_ckpt_path`` checkpoints are put in order before Lightning looks for
-                                           the last one; the plugin is told which one it chose
-``ModelCheckpoint._save_checkpoint``       saves in the background, if nobody looks at its files
+``_CheckpointConnector._select_ckpt_path`` repairs a directory before Lightning looks for
+                                           the last one; tells the plugin its choice
+``ModelCheckpoint._save_checkpoint``       saves in the background, if no code looks at its files
 ``ModelCheckpoint.file_exists``            counts files whose save is in flight
-``ModelCheckpoint._link_checkpoint``       ``last`` leads to a file once that is there
+``ModelCheckpoint._link_checkpoint``       ``last`` refers to a file once that exists
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _PACKAGES: Final = ("lightning.pytorch", "pytorch_lightning")
 _SHARDING: Final = frozenset(
     f"{copy}.strategies.{name}" for copy in _PACKAGES for name in ("fsdp", "model_parallel")
 )
-"""Modules whose strategies save in shards; one that a user derived and changed is not of them."""
+"""Modules whose strategies save in shards; strategies that a user derived and changed are not in
+them."""
 
 _SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
-"""How the names of methods begin that are called around a save."""
+"""The prefixes of methods that are called around a save."""
 
 _CHANGED: Final = "portus_is_here"
 
 
 def install(copy: str) -> None:
-    """Change this copy of Lightning; what works in another way there is left alone."""
+    """Change this copy of Lightning; leave methods alone that work in another way there."""
     connectors = importlib.import_module(f"{copy}.trainer.connectors.checkpoint_connector")
     callbacks = importlib.import_module(f"{copy}.callbacks.model_checkpoint")
     _replace(getattr(connectors, "_CheckpointConnector", None), {"_select_ckpt_path": _select})
@@ -48,7 +49,7 @@ def install(copy: str) -> None:
 
 
 def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Put ``functions`` in place of methods: each is called with the stock one first."""
+    """Replace methods by ``functions``, whose first argument is the stock method."""
     methods = {name: getattr(owner, name, None) for name in functions}
     # All or none: a Lightning that lacks one of them works in another way, and stays stock.
     if None in methods.values() or any(hasattr(each, _CHANGED) for each in methods.values()):
@@ -62,7 +63,7 @@ def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:
-    """The Trainer's ``PortusIO``, also inside of wrappers; None if it has another plugin."""
+    """Return the Trainer's ``PortusIO``, also inside of wrappers; None if it has another plugin."""
     io = trainer.strategy.checkpoint_io
     for _ in range(8):
         if isinstance(io, PortusIO):
@@ -72,18 +73,18 @@ def plugin_of(trainer: Any) -> PortusIO | None:
 
 
 def run_of(trainer: Any) -> RunFiles | None:
-    """The files of the Trainer's ``PortusIO``; None also where it leaves saves to Lightning."""
+    """Return the files of the Trainer's ``PortusIO``; None if it leaves saves to Lightning."""
     io = plugin_of(trainer)
     return io.run if io is not None and stock.is_on() else None
 
 
 def knows_shards(strategy: Any) -> bool:
-    """True for the strategies that save by themselves and that ``sharded`` knows."""
+    """Return True for the strategies that write their own files and that ``shards`` knows."""
     return owner_of_save(strategy).__module__ in _SHARDING
 
 
 def saves_shards(strategy: Any) -> bool:
-    """True if the strategy, one of these, is to save shards, and not one whole state."""
+    """Return True if the strategy, one of these, saves shards, and not one whole state."""
     if not knows_shards(strategy):
         return False
     if hasattr(strategy, "_save_distributed_checkpoint"):
@@ -92,24 +93,24 @@ def saves_shards(strategy: Any) -> bool:
 
 
 def owner_of_save(strategy: Any) -> type:
-    """The class that has the strategy's ``save_checkpoint``."""
+    """Return the class that defines the strategy's ``save_checkpoint``."""
     return next(each for each in type(strategy).__mro__ if "save_checkpoint" in vars(each))
 
 
 def directories_of(trainer: Any) -> list[str]:
-    """The directories that callbacks save to, of those on this machine."""
+    """Return the directories on this machine that callbacks save to."""
     found = (getattr(each, "dirpath", None) for each in trainer.checkpoint_callbacks)
     return [*filter(None, (stock.local_path(each) for each in found if each))]
 
 
 def uploads_each(logger: Any, trainer: Any) -> bool:
-    """True for a logger that is told of each checkpoint, and may look at its file then."""
+    """Return True for a logger that gets each checkpoint's path, and may read its file then."""
     kinds = (b for b in type(logger).__mro__ if "after_save_checkpoint" in vars(b))
     owner = next(kinds, None)
-    if owner is None or owner.__name__ == "Logger":  # it does nothing with them
+    if owner is None or owner.__name__ == "Logger":  # the base class does nothing with them
         return False
     if owner.__module__.partition(".loggers.")[0] not in _PACKAGES:
-        return True  # somebody else's: what it does is not known
+        return True  # an unknown logger: it may read them
     # Compared with values: Lightning's DummyLogger (lr_find uses it) has a method of every name.
     wish = getattr(logger, "_log_model", False)
     each = getattr(logger, "_log_model_checkpoints", False) is True or wish == "all"
@@ -118,7 +119,7 @@ def uploads_each(logger: Any, trainer: Any) -> bool:
 
 
 def _save(stock_save: Callable[..., None], callback: Any, trainer: Any, filepath: str) -> None:
-    """Save in the background, if nobody looks at the file before Portus can wait for it."""
+    """Save in the background, if no code looks at the file before Portus can wait for it."""
     run = run_of(trainer)
     is_late = run is not None and may_be_late(trainer, callback)
     with run.saving(is_late=is_late) if run is not None else contextlib.nullcontext():
@@ -126,8 +127,8 @@ def _save(stock_save: Callable[..., None], callback: Any, trainer: Any, filepath
 
 
 def may_be_late(trainer: Any, callback: Any) -> bool:
-    """True if only stock code is told of the save: no subclass that does more, no logger that looks
-    at the file, and no module that has a hook of its own right after it."""
+    """Return True if only stock code acts on the save: no subclass that does more, no logger that
+    looks at the file, and no module that has a hook of its own right after it."""
     module = trainer.lightning_module
     # The module's hook comes right after those of callbacks, and may open the file (decision 0207).
     if getattr(module, "_current_fx_name", None) == "on_validation_end":
@@ -140,8 +141,8 @@ def may_be_late(trainer: Any, callback: Any) -> bool:
 
 
 def _is_stock(callback: Any) -> bool:
-    """True for one of Lightning's callbacks that save, and for one derived that only adds to its
-    arguments and names."""
+    """Return True for Lightning's own callbacks that save, and for classes derived from them that
+    only add arguments and names."""
     kinds = itertools.takewhile(
         lambda each: not each.__module__.startswith(_PACKAGES), type(callback).__mro__
     )
@@ -153,20 +154,20 @@ def _file_exists(exists: Callable[..., bool], callback: Any, filepath: Any, trai
     run, local = run_of(trainer), stock.local_path(filepath)
     if run is None or local is None:
         return exists(callback, filepath, trainer)
-    # A file in flight counts, or the next save would take its name, where stock adds `-v1`. What
-    # rank 0 says, which alone knows what is in flight.
+    # A file in flight counts, or the next save would take its name, where stock adds `-v1`. Rank 0
+    # decides, which alone knows the saves in flight.
     return bool(trainer.strategy.broadcast(run.is_there(local)))
 
 
 def _link(make: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
-    """Let the ``last`` link lead to a file, in one step, once that is there; Lightning removes the
-    link before it makes it anew."""
+    """Make the ``last`` link refer to a file, in one step, once that exists; Lightning removes the
+    link before it makes a new one."""
     target, link = os.path.abspath(filepath), os.path.abspath(linkpath)
     is_made, run = target == link, run_of(trainer)
     if not is_made and trainer.is_global_zero and run is not None:
-        with contextlib.suppress(OSError):  # a directory is there, or no links are made here
-            # Stock's order, killed in between, leaves no `last`; and a run that looks for it then
-            # begins anew at step 0, with no more than a warning.
+        with contextlib.suppress(OSError):  # it is a directory, or links cannot be made here
+            # With stock's order a kill in between leaves no `last`. A run that looks for it then
+            # restarts at step 0, with only a warning.
             run.link(link, target)
             is_made = True
     if is_made:
@@ -183,20 +184,20 @@ def _select(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Choose the checkpoint to continue from. If it is the last one, or a path at which there is
-    nothing, put back what a killed process had removed too early, and fetch a lost run from its
-    mirror, before Lightning looks. Tell the plugin which one it found, unless the user named it."""
+    """Choose the checkpoint to continue from. For the last one, or a missing path, first restore
+    what a killed process removed too early, and fetch a lost run from its mirror. Tell the plugin
+    which one Lightning found, unless the user named it."""
     trainer = connector.trainer
     run = run_of(trainer)
     if run is not None and (ckpt_path == "last" or _is_missing(ckpt_path)):
-        # Lightning decides by what is in the directory, so afterwards is too late.
+        # Lightning chooses from the files in the directory, so this must come first.
         for directory in directories_of(trainer) if trainer.is_global_zero else ():
             run.files.recover(directory)
         if run.settings.has_mirror:
             _fetch(trainer, run)
     found = select(connector, state_fn, ckpt_path, *more, **named)
     local = stock.local_path(found) if found is not None else None
-    # What the user named is loaded, or refused: another one would be a surprise.
+    # A checkpoint that the user named is loaded or refused: another one would be a surprise.
     if run is not None and local is not None and ckpt_path in (None, "last", "hpc"):
         run.chosen = local
     return found
@@ -204,10 +205,10 @@ def _select(
 
 def _fetch(trainer: Any, run: RunFiles) -> None:
     """Fetch a lost run from its mirror; call it on every rank. No rank looks for a checkpoint
-    before rank 0 is through, or it would begin anew."""
+    before rank 0 has fetched, or it would restart."""
     in_shards = saves_shards(trainer.strategy) and not run.why_no_shards()
     if trainer.world_size > 1 or in_shards:
-        trainer.strategy.setup_environment()  # Lightning calls it again, for what is there then
+        trainer.strategy.setup_environment()  # Lightning calls it again, and then uses what exists
     try:
         directories = directories_of(trainer)
         if directories and (in_shards or trainer.is_global_zero):
@@ -219,7 +220,7 @@ def _fetch(trainer: Any, run: RunFiles) -> None:
 
 
 def _is_missing(path: Any) -> bool:
-    """True for a path at which there is nothing."""
+    """Return True if nothing exists at the path."""
     is_path = isinstance(path, os.PathLike) or (
         isinstance(path, str) and os.path.basename(path) != path
     )

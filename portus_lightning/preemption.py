@@ -1,18 +1,18 @@
-"""A job under Lightning is told to go: it saves and leaves, by Lightning's own exit.
+"""The preemption of a job under Lightning: it saves and leaves, by Lightning's own exit.
 
-Lightning has a handler for SIGTERM, and looks for what it noted at three places: after a batch, in
-a validation, after an epoch. There it raises ``SIGTERMException``. All of that is used, but for
-one part: in a job of several processes its handler calls a collective, wherever the main thread is
-just then, and of the others only rank 0 is listened to. So while a fit runs the notice goes to
-``portus.Preemption``, and once all ranks know, Lightning is told on all of them at the same batch.
+Lightning has a handler for SIGTERM, and looks for its note at three places: after a batch, in a
+validation, after an epoch. There it raises ``SIGTERMException``. Portus uses all of that but one
+part: in a job of several processes the handler calls a collective, wherever the main thread is just
+then, and of the other ranks it hears only rank 0. So while a fit runs ``portus.Preemption`` gets
+the signal, and once all ranks know, Lightning is told on all of them at the same batch.
 
-What is saved then, in ``on_exception``, is what stock Lightning goes on from as it should:
+The state that ``on_exception`` saves then is one from which stock Lightning resumes correctly:
 
-after a batch           what every hook of that batch left behind. If a validation is due, it is not
-                        begun, and counts as one that was cut off.
-in a validation         the same: Lightning runs such a one anew, from its first batch, with the
-                        generators that it began with.
-after an epoch's hooks  what ``ModelCheckpoint`` saves at the end of an epoch.
+after a batch           the state after every hook of that batch. If a validation is due, it does
+                        not begin, and counts as one that was cut off.
+in a validation         the same: Lightning runs such a validation again, from its first batch, with
+                        the generators that it began with.
+after an epoch's hooks  the state that ``ModelCheckpoint`` saves at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _EPOCHS: Final = "epoch_progress"
 
 
 class PreemptionExit:
-    """One fit that may be told to go. The companion calls this from its hooks."""
+    """The preemption of one fit. The companion calls this from its hooks."""
 
     def __init__(self, trainer: Any, preempt_within: float | str) -> None:
         self._trainer: Final = trainer
         self._connector: Final = trainer._signal_connector
         self._preemption: Final = portus.Preemption(preempt_within, signals=())
         self._generators: torch.Tensor | None = None
-        """The generators that the validation under way began with, or the next one will."""
+        """The generators at the start of the current validation, or of the next one."""
         self.is_saving = False
 
     @classmethod
     def of(cls, trainer: Any, preempt_within: float | str) -> PreemptionExit | None:
-        """Return what handles the signals of a fit, from its setup until Lightning gives them
-        back. None where Lightning has no such handler, or nothing is to be saved."""
+        """Return the handler of a fit's signals, from its setup until Lightning restores its own.
+        None if Lightning has no such handler, or in a ``fast_dev_run``."""
         connector: Any = getattr(trainer, "_signal_connector", None)
         names = ("_sigterm_notifier_fn", "register_signal_handlers", "teardown")
         if trainer.fast_dev_run or not all(hasattr(connector, name) for name in names):
             return None
         leaving = cls(trainer, preempt_within)
         connector.register_signal_handlers = leaving._register
-        # Lightning asks for these right after: when it sets its handlers, and when it gives back.
+        # Lightning asks for these right after: when it sets its handlers and restores the old ones.
         connector._sigterm_notifier_fn = leaving._on_signal
         connector.teardown = leaving._give_back
         leaving._val_loop.run = leaving._validate
@@ -71,13 +71,13 @@ class PreemptionExit:
         self._generators = self._generators_now()
 
     def batch_ended(self) -> None:
-        """Have Lightning leave after this batch, if it is time; not while gradients of a step are
-        accumulated, which no checkpoint holds."""
+        """Have Lightning leave after this batch, if it is time; but not while gradients of a step
+        are accumulated, which no checkpoint holds."""
         fit_loop = self._trainer.fit_loop
         if self._preemption.should_leave():
             self._connector.received_sigterm = not fit_loop.epoch_loop._should_accumulate()
         validates = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
-        # Lightning draws from them before it says that it begins.
+        # Lightning draws from them before its hook for the start of a validation.
         self._generators = self._generators_now() if validates else None
 
     def epoch_ended(self) -> None:
@@ -86,7 +86,7 @@ class PreemptionExit:
             self._connector.received_sigterm = True
 
     def validation_starts(self) -> None:
-        """Raises Lightning's ``SIGTERMException`` if it is time to leave."""
+        """Raise Lightning's ``SIGTERMException`` if it is time to leave."""
         if self._preemption.leaving:
             self._exit()
         if self._generators is None:
@@ -98,8 +98,8 @@ class PreemptionExit:
         if self._swaps():
             return
         loop = self._trainer._active_loop
-        # Ranks may have different numbers of batches: one that left by itself would save while
-        # others compute the mean of their metrics, and both would hang (decision 0131).
+        # Ranks may have different numbers of batches: one that left alone would save while others
+        # compute the mean of their metrics, and both would hang (decision 0131).
         if loop.batch_progress.is_last_batch:
             leaves = self._preemption.validation_ends()
         else:
@@ -108,13 +108,12 @@ class PreemptionExit:
             self._exit()
 
     def validation_ended(self) -> None:
-        """Note the end of a validation: a signal from now on comes between two steps."""
+        """Record the end of a validation: a signal from now on comes between two steps."""
         self._generators = None
 
     def _validate(self) -> Any:
-        """Run a validation, in place of the loop's ``run``. On a rank without batches for it,
-        Lightning calls no hooks: that rank meets the others here, as they meet at their last
-        one."""
+        """Run a validation, in place of the loop's ``run``. Without batches on a rank, Lightning
+        calls no hooks there: that rank meets the others here, as they meet at their last batch."""
         del self._val_loop.run
         try:
             if not self._val_loop.skip:
@@ -129,12 +128,12 @@ class PreemptionExit:
             self._val_loop.run = self._validate
 
     def takes(self, error: BaseException) -> bool:
-        """True if it is ours: what Lightning raises once all ranks leave."""
+        """Return True for the error that Lightning raises once all ranks leave."""
         return self._preemption.leaving and isinstance(error, _exception_of(self._trainer))
 
     def save(self, io: PortusIO) -> None:
-        """Save what the run goes on from, where it is looked for, and wait until it is there. What
-        fails is logged: the newest committed checkpoint counts then."""
+        """Save the state to resume from, at the path where Lightning looks, and wait for it. Errors
+        are logged: the newest committed checkpoint counts then."""
         trainer = self._trainer
         callback = _saver_among(trainer.checkpoint_callbacks)
         if trainer.sanity_checking or callback is None:
@@ -186,8 +185,8 @@ class PreemptionExit:
         self._preemption.note(number)
 
     def _register(self) -> None:
-        """Lightning sets its handlers: time runs from a signal on, since one that came before was
-        not for it. Hear SIGUSR1 too, if nobody else does."""
+        """Restart the time at a signal as Lightning sets its handlers: an earlier one was not for
+        it. Handle SIGUSR1 too, if no other code does."""
         del self._connector.register_signal_handlers
         self._preemption.start()
         self._connector.register_signal_handlers()
@@ -207,14 +206,14 @@ class PreemptionExit:
         raise _exception_of(self._trainer)
 
     def _swaps(self) -> bool:
-        """True while a callback may have put other weights into the model."""
+        """Return True while a callback may have put other weights into the model."""
         kinds = (kind for each in self._trainer.callbacks for kind in type(each).__mro__)
-        # By name: each copy of Lightning has one of its own, and old ones have none.
+        # By name: each copy of Lightning has its own class, and old ones have none.
         return any(kind.__name__ == "WeightAveraging" for kind in kinds)
 
 
 def _exception_of(trainer: Any) -> type[BaseException]:
-    """``SIGTERMException`` of the copy of Lightning that this Trainer is of."""
+    """Return ``SIGTERMException`` of this Trainer's copy of Lightning."""
     copy = type(trainer.fit_loop).__module__.partition(".loops")[0]
     kind: type[BaseException] = importlib.import_module(
         f"{copy}.utilities.exceptions"
@@ -223,15 +222,15 @@ def _exception_of(trainer: Any) -> type[BaseException]:
 
 
 def _saver_among(callbacks: Iterable[Any]) -> Any:
-    """The ``ModelCheckpoint`` whose directory is looked into by ``ckpt_path="last"``: one that has
-    a last one already, or else the first."""
+    """Return the ``ModelCheckpoint`` in whose directory ``ckpt_path="last"`` looks: one that has a
+    last checkpoint already, or else the first."""
     found = [each for each in callbacks if hasattr(each, "_save_last_checkpoint") and each.dirpath]
     return next((each for each in found if each.save_last), found[0] if found else None)
 
 
 def _save_last(callback: Any, trainer: Any) -> None:
-    """Have it save its last checkpoint, and all of it, whatever it was told; as when Lightning
-    saves on an exception, where that was asked for, or its last one is a link."""
+    """Have the callback save its last checkpoint, with all state, whatever its arguments. Save an
+    ordinary one first if it saves on exceptions, or its last one is a link."""
     said = callback.save_last, callback.save_weights_only
     callback.save_last, callback.save_weights_only = said[0] or True, False
     try:

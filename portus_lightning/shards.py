@@ -1,13 +1,13 @@
 """Sharded checkpoints of Lightning's strategies: ``ModelParallelStrategy`` and ``FSDPStrategy``.
 
-These save with ``torch.distributed.checkpoint``, by themselves, and never ask the plugin. So the
-companion puts ``save_checkpoint`` and ``load_checkpoint`` of the Trainer's strategy here, on the
-instance, where the plugin is a ``PortusIO``. Which states are saved, by what names and at which
-paths, stays as it was: what either of the two saved, stock Lightning's names lead to.
+These save with ``torch.distributed.checkpoint`` themselves, and never ask the plugin. So if the
+plugin is a ``PortusIO``, the companion replaces ``save_checkpoint`` and ``load_checkpoint`` of the
+Trainer's strategy, on the instance. States, their names and paths stay the same, whether Portus or
+stock Lightning saves.
 
 At a checkpoint's path is the directory that stock Lightning would write: torch's, and ``meta.pt``
-with what is not sharded. On a storage host the shards are a group, and the directory has a small
-reference for each rank. A directory that stock Lightning wrote is loaded by its own code.
+with the values that are not sharded. On a storage host the shards are a group, and the directory
+has a small reference for each rank. Stock Lightning's own code loads the directories it wrote.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from portus_lightning.patch import saves_shards
 _log: Final = logging.getLogger("portus_lightning")
 
 META: Final = "meta.pt"
-"""Where Lightning keeps what is not sharded; it looks for this file."""
+"""The file in which Lightning keeps the values that are not sharded, and for which it looks."""
 
 
 def attach(strategy: Any, run: RunFiles) -> None:
-    """Let ``strategy`` load sharded checkpoints of Portus, and make such, if ``run`` can.
+    """Let ``strategy`` load sharded checkpoints of Portus, and save them, if ``run`` can.
 
-    A second call replaces what the first one did: a Trainer may be used again.
+    A second call replaces the first one's methods: a Trainer may be used again.
     """
     is_fsdp2 = hasattr(strategy, "_save_distributed_checkpoint")
     own = _ShardMethods(strategy, "state_dict" if is_fsdp2 else "model", run)
-    # Also where saves stay Lightning's: an earlier run may have saved with Portus.
+    # Also if saves stay Lightning's: an earlier run may have saved with Portus.
     strategy.load_checkpoint = own.load_checkpoint
     if saves_shards(strategy) and not run.why_no_shards():
         strategy.save_checkpoint = own.save_checkpoint
-        if is_fsdp2:  # the live shards, in place of copies of them on the CPU
+        if is_fsdp2:  # the live shards, instead of copies of them on the CPU
             strategy.lightning_module_state_dict = own.lightning_module_state_dict
             strategy.optimizer_state = own.optimizer_state
 
 
 class _ShardMethods:
-    """The methods that a strategy gets."""
+    """The methods that replace those of a strategy."""
 
     def __init__(self, strategy: Any, key: str, run: RunFiles) -> None:
         self._strategy: Final = strategy
@@ -75,7 +75,7 @@ class _ShardMethods:
         rest = {key: value for key, value in checkpoint.items() if key not in sharded}
         if self._strategy.global_rank == 0:
             with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                os.unlink(path)  # as Lightning does: a directory takes the place of a file
+                os.unlink(path)  # as Lightning does: a directory replaces the file
         try:
             self._run.save_shards(shards, path, rest, is_first=self._strategy.global_rank == 0)
         except portus.UsageError as error:
@@ -92,8 +92,8 @@ class _ShardMethods:
         return self._stock("load_checkpoint", checkpoint_path, *more, **named)
 
     def _load_directory(self, path: str, *, is_chosen: bool) -> Any:
-        """Load from torch's own directory, and return what is not sharded. If Lightning chose it,
-        and it is damaged or its save was cut off, load the newest complete one beside it."""
+        """Load from torch's own directory, and return the values that are not sharded. If Lightning
+        chose a damaged or incomplete directory, load the newest complete one beside it."""
         found = path
         try:
             with self._fill() as state:
@@ -112,7 +112,7 @@ class _ShardMethods:
 
     @contextlib.contextmanager
     def _fill(self) -> Iterator[dict[str, Any]]:
-        """Give the model and its optimizers what their state was filled with, inside."""
+        """Yield a state to fill; then give it to the model and its optimizers."""
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []

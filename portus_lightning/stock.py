@@ -1,7 +1,7 @@
-"""Lightning's own ways: its checkpoint classes, and its reading and writing of files.
+"""Lightning's own checkpoint classes, and its reading and writing of files.
 
 There are two copies of Lightning, ``lightning`` and ``pytorch_lightning`` (on
-``lightning_fabric``), with equal classes that are strangers to each other. ``PortusIO`` belongs to
+``lightning_fabric``), with equal classes that do not know each other. ``PortusIO`` belongs to
 both: it is registered with the abstract base class of each copy that the program has loaded.
 """
 
@@ -23,9 +23,9 @@ _COPIES: Final = ("lightning.fabric", "lightning_fabric")
 
 
 def adopt(plugin: type, *, load: bool) -> None:
-    """Make ``issubclass(plugin, CheckpointIO)`` true in every copy that is loaded.
+    """Make ``issubclass(plugin, CheckpointIO)`` true in every loaded copy of Lightning.
 
-    load: if none is, load those that are installed, since a ``Trainer`` cannot be far.
+    load: if none is, load the installed ones, since the program will make a ``Trainer``.
     """
     copies = [copy for copy in _COPIES if copy in sys.modules]
     if load and not copies:
@@ -33,24 +33,24 @@ def adopt(plugin: type, *, load: bool) -> None:
     for copy in copies:
         base = importlib.import_module(f"{copy}.plugins.io.checkpoint_io").CheckpointIO
         assert isinstance(base, abc.ABCMeta)
-        # Connectors check by isinstance, each against the class of its own copy: a plugin derived
-        # from one is refused by a Trainer of the other.
+        # Connectors check by isinstance, each against its own copy's class: a Trainer refuses a
+        # plugin derived from the other's.
         base.register(plugin)
 
 
 def torch_io() -> Any:
-    """Lightning's own plugin, of a copy that is loaded. ``ImportError`` without Lightning."""
+    """Return Lightning's own plugin, of a loaded copy. Raise ``ImportError`` without Lightning."""
     copy = next((copy for copy in _COPIES if copy in sys.modules), _COPIES[0])
     return importlib.import_module(f"{copy}.plugins.io.torch_io").TorchCheckpointIO()
 
 
 def is_on() -> bool:
-    """False where saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
+    """Return False if saves are left to Lightning: ``$PORTUS_DISABLE``, or not on Linux."""
     return not LIGHTNING.saves_itself()
 
 
 def local_path(path: str | os.PathLike[str]) -> str | None:
-    """The absolute path on this machine's file systems; None for a URL of another place."""
+    """Return the absolute path on this machine's file systems; None for a URL of another place."""
     text = os.fspath(path)
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
