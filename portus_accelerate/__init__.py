@@ -1,8 +1,8 @@
 """Portus for Hugging Face Accelerate: turn it on by a flag, and the training script stays as it is.
 
-Three ways to say it: ``portus_config:`` in the YAML of ``accelerate launch``; the environment
+Three ways to set it: ``portus_config:`` in the YAML of ``accelerate launch``; the environment
 variable ``PORTUS_ACCELERATE=1`` for any other launcher; ``accelerate launch -m
-portus_accelerate.run train.py``. Or by hand, in the script: ``portus_accelerate.enable(...)``.
+portus_accelerate.run train.py``. Or in the script: ``portus_accelerate.enable(...)``.
 
 Names are imported on first use: this module is loaded by every program that imports torch.
 """
@@ -27,7 +27,7 @@ __all__ = ["PortusCallback", "cadence", "enable", "should_leave", "should_save",
 
 FLAG: Final = "PORTUS_ACCELERATE"
 OF_DEEPSPEED: Final = "PORTUS_DEEPSPEED"
-"""The same for DeepSpeed without Accelerate."""
+"""The same flag for DeepSpeed without Accelerate."""
 
 _MODULE_OF: Final = {
     "PortusCallback": "portus_accelerate.callback",
@@ -41,19 +41,19 @@ _MODULE_OF: Final = {
 
 
 def is_on(flag: str = FLAG) -> bool:
-    """True if the environment says that Portus saves for Accelerate; or for what ``flag`` is of."""
+    """Return True if the environment turns Portus on for Accelerate, or for ``flag``'s owner."""
     return os.environ.get(flag, "").lower() not in ("", "0", "false", "no", "off")
 
 
 def register() -> None:
-    """Called at the end of ``import torch``, by the entry point in ``portus_in_torch``, in every
-    program on a machine with Portus. So it must be fast."""
+    """Watch for Accelerate if the flag is on. The entry point in ``portus_in_torch`` calls it at
+    the end of ``import torch``, in every program on a machine with Portus: it must be fast."""
     if is_on() or is_on(OF_DEEPSPEED) or is_launcher():
         importlib.import_module("portus_accelerate.autoload").register()
 
 
 def is_launcher() -> bool:
-    """True in the process of ``accelerate launch``, by whatever name it was started."""
+    """Return True in the process of ``accelerate launch``, by whatever name it was started."""
     started = sys.argv[:1] if sys.argv[:1] != ["-m"] else sys.orig_argv  # the module, later
     return any("accelerate" in os.path.basename(each) for each in started)
 

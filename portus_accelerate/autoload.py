@@ -1,10 +1,10 @@
-"""What makes the flag work with an unchanged script.
+"""The hooks into imports that make the flag work with an unchanged script.
 
 torch calls ``portus_accelerate.register`` at the end of ``import torch``, in every program on a
-machine with Portus. Where the flag is off that does nothing; where it is on it calls ``register``
-here, which waits for Accelerate to be imported, and hands over to ``patch``. Whether it is on or
-not, in the process of ``accelerate launch`` it waits for the code that reads the YAML, which
-refuses unknown keys.
+machine with Portus. If the flag is off, that does nothing. If it is on, that calls ``register``
+here, which waits for the import of Accelerate and calls ``patch``. In the process of ``accelerate
+launch``, with or without the flag, it waits for the code that reads the YAML, which refuses unknown
+keys.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Final
 from portus_accelerate import OF_DEEPSPEED, is_launcher, is_on
 
 failures: Final[list[str]] = []
-"""Why handing over failed in this process."""
+"""The reasons why a patch failed in this process."""
 
 
 def register() -> None:
-    """See the module."""
+    """Watch for the modules to patch: see the module."""
     if is_on():
         watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
         watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
@@ -42,7 +42,7 @@ def watch(module: str, name: str, hook: str) -> None:
 
 
 class _Watcher:
-    """Finds no module. Python asks it at every import, and so it sees when one was loaded."""
+    """A finder that finds no module. Python asks it at every import, so it sees each one."""
 
     def __init__(self, module: str, name: str, hook: str) -> None:
         self._module: Final = module
@@ -50,30 +50,30 @@ class _Watcher:
         self._hook: Final = hook
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Part of Python's protocol; never finds anything."""
+        """Look, and return None: a part of Python's protocol."""
         self.look()
 
     def look(self) -> None:
-        """Hand over if the module is there. Never raises."""
+        """Install the hook if the module is loaded. Never raises."""
         module = sys.modules.get(self._module)
         if module is None or not hasattr(module, self._name):
             return
         spec = getattr(module, "__spec__", None)
-        # A module is in sys.modules before it has run to its end.
+        # A module is in sys.modules before its code has run to the end.
         if getattr(spec, "_initializing", False) or self not in sys.meta_path:
             return
         sys.meta_path.remove(self)
         try:
-            # What got out of here would break somebody's import, that of torch for one.
+            # An exception from here would break an import, that of torch for one.
             importlib.import_module(self._hook).install()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # stock behaviour goes on, and it is said
+        except BaseException as error:  # stock behaviour stays, and the user is told
             failures.append(f"{self._hook} could not be used: {error!r}")
-            with contextlib.suppress(Exception):  # stderr may be closed, or not be there
+            with contextlib.suppress(Exception):  # stderr may be closed, or None
                 sys.stderr.write(f"portus: the flag has no effect: {error!r}\n")
 
 
 def is_waiting() -> bool:
-    """True if ``register`` was called with the flag on, and what it waits for did not come."""
+    """Return True if ``register`` waits for a module of the flag that is not imported yet."""
     return any(isinstance(each, _Watcher) for each in sys.meta_path)

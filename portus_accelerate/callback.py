@@ -1,7 +1,7 @@
 """``PortusCallback``: ``transformers.Trainer`` saves at the steps of a ``portus.Cadence``.
 
-The flag adds it where the settings say so: it cannot move a ``save_state`` that a script calls
-where it likes. Such a script asks ``should_save``.
+The flag adds it if the settings have ``every``. It cannot move a script's own calls of
+``save_state``; such a script asks ``should_save``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import portus
 from portus_accelerate.settings import ACCELERATE
 
 _trainings: Final[list[bool]] = []
-"""For each ``Trainer.train`` under way: whether Portus sees what it saves."""
+"""An item for each ``Trainer.train`` under way: whether Portus sees its saves."""
 
 
 @contextlib.contextmanager
 def training(*, seen: bool) -> Iterator[None]:
-    """A ``Trainer`` trains. seen: whether its saves go through Portus."""
+    """Mark the training of a ``Trainer``. seen: whether its saves go through Portus."""
     _trainings.append(seen)
     try:
         yield
@@ -30,7 +30,7 @@ def training(*, seen: bool) -> Iterator[None]:
 
 
 def is_seen() -> bool | None:
-    """Whether saves of the ``Trainer`` that trains now go through Portus; None: the flag is off."""
+    """Return whether Portus sees the saves of the ``Trainer`` at work; None: the flag is off."""
     return _trainings[-1] if _trainings else None
 
 
@@ -68,16 +68,16 @@ class PortusCallback(TrainerCallback, ExportableState):
 
     @property
     def cadence(self) -> portus.Cadence | None:
-        """The cadence of the training that runs; None if none runs."""
+        """Return the cadence of the training that runs; None if none runs."""
         return self._cadence
 
     def state(self) -> dict[str, Any]:
-        """Return the state for ``trainer_state.json``; what is read of it is ``attributes``."""
+        """Return the state for ``trainer_state.json``; Trainer restores its ``attributes``."""
         saved = None if self._cadence is None else self._cadence.state_dict()
         return {"args": self._said, "attributes": {"saved": saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin to count, and go on with what a checkpoint says."""
+        """Start counting, and continue from a checkpoint's measurements."""
         seen = is_seen()
         if seen is None and self._said["every"] == "auto" and not portus.is_disabled():
             raise portus.UsageError(
@@ -85,19 +85,19 @@ class PortusCallback(TrainerCallback, ExportableState):
                 "Trainer saves without Portus: set PORTUS_ACCELERATE=1, or every='5min'"
             )
         self._cadence = portus.Cadence.create(ACCELERATE, **self._said, is_seen=bool(seen))
-        # Of a checkpoint from before there was such a callback Trainer could not save its state.
+        # From a checkpoint without this callback Trainer could not save the callback's state.
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = mine.get("attributes", {}).get("saved")
         if saved is not None:
             self._cadence.load_state_dict(saved)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """What an evaluation takes is no cost of a save."""
+        """Exclude the time of an evaluation from the cost of saves."""
         if self._cadence is not None:
             self._cadence.ignore_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """Ask for a save if this step is due, and for none of ``save_steps``."""
+        """Ask for a save if this step is due, and skip those of ``save_steps``."""
         assert self._cadence is not None
         is_due = self._cadence.should_save()
         if is_due:
@@ -109,8 +109,7 @@ class PortusCallback(TrainerCallback, ExportableState):
             and state.save_steps > 0
             and state.global_step % state.save_steps == 0
         )
-        # Not by changing ``state.save_steps``: that is saved, and a run without Portus would save
-        # by its last value.
+        # Not by ``state.save_steps``: that is saved, and a run without Portus would use it.
         if is_of_save_steps and state.global_step < state.max_steps:
             control.should_save = False
         return control

@@ -1,9 +1,9 @@
-"""What Accelerate would write into a checkpoint directory, taken from it instead of written.
+"""The capture of the files that Accelerate would write into a checkpoint directory.
 
 ``Accelerator.save_state`` decides what is saved, and by what name, in a dozen calls of
-``torch.save`` and of safetensors. While a ``Capture`` is on, these calls go to it. So whatever
-Accelerate saves is saved, of any version and device, and the objects are the live ones: nothing
-was copied or pickled.
+``torch.save`` and of safetensors. While a ``Capture`` is on, it receives these calls. So Portus
+saves all that Accelerate saves, of any version and device, and the objects are the live ones:
+nothing was copied or pickled.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ Writer = Callable[..., Any]
 
 
 class Capture:
-    """The files of one checkpoint directory: what each is to hold, and how to write it."""
+    """The files of one checkpoint directory: the content of each, and how to write it."""
 
     def __init__(self, directory: str) -> None:
-        """directory: the one whose files are taken."""
+        """Capture the files of ``directory``."""
         self.directory: Final = os.path.realpath(directory)
         self.flush: Callable[[], object] = lambda: None
-        """Saves what was taken so far; returns when it is there."""
+        """Save the captured files so far; return when they exist."""
         self.removed: Final[list[str]] = []
-        """Directories that are to go once the checkpoint is committed."""
+        """The directories to remove once the checkpoint is committed."""
         self.parts: Final[dict[str, Any]] = {}
-        """What was taken for each file, under the name that Accelerate gives it."""
+        """The content of each file, under the name that Accelerate gives it."""
 
     def takes(self, path: Any) -> bool:
-        """Whether a file, which may be an open one, goes here."""
+        """Return whether a file, which may be an open one, belongs to this capture."""
         if not isinstance(path, str | os.PathLike):
             return False
         above, name = os.path.split(os.fspath(path))
         return bool(name) and os.path.realpath(above) == self.directory
 
     def add(self, path: Any, value: Any) -> None:
-        """``value`` is to be at ``path``."""
+        """Add ``value`` as the content of ``path``."""
         self.parts[os.path.basename(os.fspath(path))] = value
 
 
 def torch_name(name: str) -> str:
-    """The name of a torch file with the same content: a pointer is read by ``torch.load``."""
+    """Return the name of a torch file with the same content: ``torch.load`` reads pointers."""
     if not name.endswith(".safetensors"):
         return name
     stem = name.removesuffix(".safetensors")
     return f"pytorch_{stem}.bin" if stem.startswith("model") else f"{stem}.bin"
 
 
-# Of a context, so of one thread: what others save meanwhile goes where they say.
+# A variable of the context, so of one thread: saves of other threads stay stock's.
 _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar(
     "portus_capture", default=None
 )
@@ -66,7 +66,7 @@ _current: Final[contextvars.ContextVar[Capture | None]] = contextvars.ContextVar
 
 @contextlib.contextmanager
 def capturing(directory: str) -> Iterator[Capture]:
-    """What this thread has Accelerate save inside, into that directory, goes to the capture."""
+    """Capture what this thread has Accelerate save into the directory inside."""
     capture = Capture(directory)
     token = _current.set(capture)
     try:
@@ -76,7 +76,7 @@ def capturing(directory: str) -> Iterator[Capture]:
 
 
 def current() -> Capture | None:
-    """The capture that is on in this thread."""
+    """Return the capture that is on in this thread."""
     return _current.get()
 
 
@@ -87,7 +87,7 @@ _verifying: Final[contextvars.ContextVar[bool]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def verifying() -> Iterator[None]:
-    """What this thread has Accelerate load inside is verified."""
+    """Verify what this thread has Accelerate load inside."""
     token = _verifying.set(True)
     try:
         with torch.serialization.safe_globals(_missing()):
@@ -97,8 +97,8 @@ def verifying() -> Iterator[None]:
 
 
 def _missing() -> list[Any]:
-    """Return what old versions of Accelerate do not allow, and have in their own random states:
-    under torch 2.6 and later they pass over these without a word."""
+    """Return the globals that old versions of Accelerate do not allow, and have in their own random
+    states: with torch 2.6 and later they silently skip these states."""
     if hasattr(other, "load"):
         return []
     core = getattr(np, "_core", None) or np.core
@@ -115,15 +115,14 @@ def safe_save_file(stock: Writer, tensors: Any, filename: Any, metadata: Any = N
 
 
 def safe_load_file(stock: Writer, filename: Any, device: Any = "cpu", **named: Any) -> Any:
-    """Load as ``safetensors.torch.load_file``, or, while what is loaded is verified, by
-    ``portus.load``."""
+    """Load as ``safetensors.torch.load_file``, or by ``portus.load`` within ``verifying``."""
     if not _verifying.get():
         return stock(filename, device, **named)
     return portus.load(filename, map_location=device)
 
 
 class _StandIn(ModuleType):
-    """A stand-in for a module, which it was made of."""
+    """A stand-in for a module, with that module's attributes."""
 
     def __init__(self, stock: ModuleType) -> None:
         super().__init__(stock.__name__)
@@ -137,7 +136,7 @@ class Shutil(_StandIn):
     """A stand-in for ``shutil`` within ``transformers.trainer_utils``, with its own ``rmtree``."""
 
     def rmtree(self, path: Any, *more: Any, **named: Any) -> Any:
-        """``shutil.rmtree``, or what is to go after the commit for the capture that is on."""
+        """Remove a tree, or have the capture that is on do it after the commit."""
         capture = _current.get()
         if capture is None:
             return self._stock.rmtree(path, *more, **named)
@@ -150,13 +149,13 @@ class Torch(_StandIn):
     ``save``."""
 
     def load(self, f: Any, *more: Any, **named: Any) -> Any:
-        """``torch.load``, or, while what is loaded is verified, ``portus.load``."""
+        """Load as ``torch.load``, or by ``portus.load`` within ``verifying``."""
         if _verifying.get() and isinstance(f, str | os.PathLike) and not more:
             return portus.load(f, **named)
         return self._stock.load(f, *more, **named)
 
     def save(self, obj: Any, f: Any, *more: Any, **named: Any) -> Any:
-        """``torch.save``, or what to save for the capture that is on. Every process writes."""
+        """Save as ``torch.save``, or for the capture that is on. Every process writes."""
         capture = _current.get()
         if capture is None or not capture.takes(f):
             return self._stock.save(obj, f, *more, **named)

@@ -1,17 +1,17 @@
-"""A prepared loader of a map-style dataset: where it is, and going on there.
+"""The position of a prepared loader of a map-style dataset, and the resume from there.
 
-``portus.DataCursor`` follows the loader that Accelerate's has inside. What Accelerate adds is known
-here: it fetches one batch ahead, so what counts is what was handed out; a loader of
-``skip_first_batches`` is the same epoch of the same loader; and whether a loop came to the epoch's
-end, was left, or goes on.
+``portus.DataCursor`` follows the loader inside of Accelerate's. This module knows what Accelerate
+adds: it prefetches one batch, so only delivered batches count; a loader of ``skip_first_batches``
+is the same epoch of the same loader; and a loop may have reached the epoch's end, been left, or
+still run.
 
-After a resume the next iteration goes on where the epoch was, and a script that passes over what
-was delivered, by ``skip_first_batches``, passes over that alone. A loop that was left by ``break``
-is over, as it would be without an interruption, unless the script then says ``skip_first_batches``.
+After a resume the next iteration continues the epoch, and a script that skips the delivered batches
+by ``skip_first_batches`` skips only these. A loop that was left by ``break`` has ended, as without
+an interruption, unless the script then calls ``skip_first_batches``.
 
-Whether a loop trains is seen by what it does to the models (``Training``), not by who calls
-``backward``. One that trains nothing, such as one that only looks at a batch, uses up nothing of an
-epoch of training that a state was loaded of: the next one goes on where that was.
+A loop trains if it changes the models (``Training``), whichever code calls ``backward``. A loop
+that trains nothing, such as one that only looks at a batch, uses no batches of a loaded epoch of
+training: the next loop continues that.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ _NO_GRADIENT: Final = -1
 
 
 class Training:
-    """Whether the models of one ``Accelerator`` are trained: by its ``backward``, which counts
-    itself, or by any other, which leaves gradients, or parameters that were stepped."""
+    """The training of one ``Accelerator``'s models: by its ``backward``, whose calls are counted,
+    or by any other, which leaves gradients, or parameters that were stepped."""
 
     def __init__(self, accelerator: Any) -> None:
-        self._accelerator: Final = weakref.ref(accelerator)  # who follows a loader may outlive it
+        self._accelerator: Final = weakref.ref(accelerator)  # a followed loader may outlive it
         self.passes = 0
         """Calls of the ``Accelerator``'s ``backward``."""
         self._first: _TrainedModel | None = None
 
     def begin(self) -> _TrainedModel:
-        """A loop begins: how things are, for ``since``. Some microseconds for each parameter."""
+        """Return the models as a loop begins, for ``since``. Microseconds for each parameter."""
         now = self._now()
         if self._first is None:
             self._first = now
         return now
 
     def forget(self) -> None:
-        """Models were loaded: what is done from now on counts."""
+        """Count only changes from now on: models were loaded."""
         self._first = None
 
     def since(self, then: _TrainedModel | None = None) -> bool:
-        """Whether anything was trained since then; None: since the first loop began, or the last
-        state was loaded."""
+        """Return whether anything was trained since ``then``; None: since the first loop began, or
+        the last state was loaded."""
         now, then = self._now(), then or self._first
         if then is None:
             return False
@@ -72,10 +72,9 @@ class Training:
         found = {}
         models = getattr(self._accelerator(), "_models", ())
         for each in (each for model in models for each in model.parameters()):
-            # One of inference mode has no version, and asking for it raises.
+            # A tensor of inference mode has no version, and asking for it raises.
             if not each.is_inference():
-                # The gradient's too: a fused AdamW leaves the version of what it steps (torch
-                # 2.13).
+                # The gradient's too: a fused AdamW leaves the parameter's version (torch 2.13).
                 gradient = _NO_GRADIENT if each.grad is None else each.grad._version
                 found[id(each)] = each._version, gradient
         return _TrainedModel(self.passes, found)
@@ -83,14 +82,15 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class _TrainedModel:
-    """passes: so far. parameters: by identity, how often each was changed, and its gradient."""
+    """The models at a moment. passes: so far. parameters: by identity, how often each was changed,
+    and its gradient."""
 
     passes: int
     parameters: dict[int, tuple[int, int]]
 
 
 class PlainLoader:
-    """One of the loaders that an ``Accelerator`` prepared.
+    """A loader that an ``Accelerator`` prepared.
 
     ranks: processes that train together. fixed: see ``portus.DataCursor``. training: of that
     ``Accelerator``.
@@ -113,11 +113,11 @@ class PlainLoader:
         vars(loader)[_OWN] = vars(loader.base_dataloader)[_OWN] = self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # nothing follows a copy of a loader
+        return type(None), ()  # a copy of a loader is not followed
 
     @property
     def iteration(self) -> int:
-        """How many epochs are done; Accelerate counts when the loop comes back after the last
+        """Return the number of epochs done; Accelerate counts as the loop asks for one more
         batch."""
         running = self._running
         if running is None:
@@ -125,10 +125,9 @@ class PlainLoader:
         return int(running.loader.iteration) + (running.is_over and not running.has_ended)
 
     def state_dict(self, delivered: int | None = None) -> dict[str, Any]:
-        """Where it is: what of "cursor" is "random" is of this process.
+        """Return the position; "random" in "cursor" is of this process.
 
-        delivered: batches of this epoch that training was given, over all restarts, if not all that
-        were handed out are to count.
+        delivered: the trained batches of this epoch, over all restarts, if not all delivered ones.
         """
         running = self._running
         if self._saved is not None:
@@ -136,8 +135,8 @@ class PlainLoader:
         if running is None:
             return {"cursor": self._cursor.state_dict(0), "left": False, "trained": False}
         handed_out = running.before + running.given
-        # A loop that trains nothing, in a script that trains, is one of validation: what it found
-        # before the save is lost, so the next one begins anew.
+        # A loop that trains nothing, in a script that trains, is a validation: its results before
+        # the save are lost, so the next one starts again.
         has_trained = running.has_trained
         is_beside = delivered is None and not has_trained and self._training.since()
         delivered = handed_out if delivered is None else delivered
@@ -152,12 +151,12 @@ class PlainLoader:
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether the main process alone loads, and knows where it is."""
+        """Return whether the main process alone loads, and knows the position."""
         return isinstance(self.loader, DataLoaderDispatcher)
 
     @property
     def whole(self) -> int:
-        """How many batches a whole epoch has."""
+        """Return the number of batches of a whole epoch."""
         batches = len(self._cursor.stock)
         if not self.is_dispatched or self.loader.split_batches:
             return batches
@@ -165,8 +164,8 @@ class PlainLoader:
         return int(batches // ranks if self.loader._drop_last else -(-batches // ranks))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
-        """Go on where ``state`` says, with the next iteration; generators stand as at the save.
-        Returns why that cannot be, if it cannot. Raises as ``portus.DataCursor``."""
+        """Continue from ``state`` with the next iteration; generators stand as at the save. Return
+        the reason if that is impossible, else "". Raises as ``portus.DataCursor``."""
         self._running = self._now = None
         self._training.forget()
         told = self._cursor.load_state_dict(state["cursor"])
@@ -189,7 +188,7 @@ class PlainLoader:
         self._cursor.forget()
 
     def iterate(self, loader: Any, stock: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-        """What ``stock`` gives. loader: the one, or one that ``skip_first_batches`` made of it."""
+        """Yield the batches of ``stock``. loader: this one, or a ``skip_first_batches`` of it."""
         if self._saved is not None and self._saved["left"] and loader is self.loader:
             self._now = None
             self._cursor.forget()
@@ -197,7 +196,7 @@ class PlainLoader:
         saved, iteration = self._saved, self.loader.iteration
         batches = stock(loader)
         first = next(batches, _END)
-        # An iterator draws as it is made, and that of the run before was made before the save.
+        # An iterator draws as it is made, and the earlier run made its own before the save.
         if now is not None:
             portus.restore_randomness(now, drawing_device())
         self._saved = None
@@ -222,7 +221,7 @@ class PlainLoader:
                 self._running = outer
             is_unused = was_running and epoch.is_of_training and not has_trained
             if is_unused and saved is not None:
-                # The loop that went on where the state was trained nothing: so does the next one.
+                # The loop that continued from the state trained nothing: so does the next one.
                 _log.log(
                     logging.WARNING if epoch.is_over else logging.INFO,
                     "Portus: the first loop over this loader after load_state trained nothing: the "
@@ -236,17 +235,17 @@ class PlainLoader:
         if was_running:
             self._cursor.forget()
         if loader is not self.loader:
-            # The script went on with a loader of skip_first_batches; its own has to follow.
+            # The script continued with a loader of skip_first_batches; its own has to follow.
             self.loader.iteration = getattr(loader, "iteration", 0)
 
     def _hand_out(self, epoch: _Epoch) -> None:
-        """Note that one more batch of this epoch is handed out: it is the current one, whatever
-        other loops over this loader came in between."""
+        """Count one more delivered batch of this epoch: it is the current one, whatever other loops
+        over this loader came in between."""
         self._running = epoch
         epoch.given += 1
         epoch.is_over = epoch.fetched_last
         saved, self._saved, self._now = self._saved, None, None
-        if saved is not None:  # a state was loaded while this loop went on
+        if saved is not None:  # a state was loaded during this loop
             self._cursor.forget()
             if is_within(saved):
                 tell(
@@ -269,23 +268,23 @@ class _Epoch:
         self._training: Final = training
         self._trained_before: Final = training.begin()
         self._is_idle = False
-        """True if it came to its own first batch, and had trained none of those before."""
+        """True if it reached its own first batch without any training."""
         self.is_of_training = False
-        """True if it goes on with an epoch of training."""
+        """True if it continues an epoch of training."""
         self.iteration: Final = iteration
         self.before: Final[int] = 0 if iteration is None else iteration.before
         self.given = 0
         self.fetched_last = bool(loader.end_of_dataloader)
         """Whether the batch that was fetched last is the last one."""
         self.is_over = False
-        """Nothing is left of it."""
+        """True if no batch of it is left."""
         self.has_ended = False
-        """The loop came back after the last batch."""
+        """True if the loop asked for a batch after the last one."""
         self.is_left = False
-        """The loop went away."""
+        """True if the loop was left."""
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        """The next batch, not the first. Another loop may have left the loader at its end."""
+        """Return a batch after the first. Another loop may have left the loader at its end."""
         stale, self.loader.end_of_dataloader = self.loader.end_of_dataloader, False
         try:
             return next(batches, _END)
@@ -294,8 +293,8 @@ class _Epoch:
             self.loader.end_of_dataloader = stale or self.fetched_last
 
     def look(self) -> None:
-        """The loop comes back after a batch. Say so if it passed over as many as were delivered
-        before a restart, and began to train with the one after them."""
+        """Check the loop as it returns from a batch. Report an error if it skipped as many as were
+        delivered before a restart, and began to train with the next one."""
         beyond = self.given - self.before
         if self.before and beyond == 0:
             self._is_idle = not self.has_trained
@@ -309,8 +308,8 @@ class _Epoch:
             )
 
     def compare(self, skipped: int) -> None:
-        """Say so if the script passes over other numbers of batches than were handed out, of an
-        epoch that is not dealt anew."""
+        """Warn if the script skips other numbers of batches than were delivered, of an epoch that
+        is not redistributed."""
         resume = None if self.iteration is None else self.iteration.resume
         if resume is not None and resume.deal is None and skipped != self.before:
             _log.warning(
@@ -323,12 +322,12 @@ class _Epoch:
 
     @property
     def has_trained(self) -> bool:
-        """Whether anything was trained since it began."""
+        """Return whether anything was trained since the loop began."""
         return self._training.since(self._trained_before)
 
     @property
     def goes_on(self) -> bool:
-        """Whether its loop may ask for another batch."""
+        """Return whether the loop may ask for another batch."""
         return not (self.has_ended or self.is_left)
 
 
@@ -342,13 +341,13 @@ def follow(loader: Any, ranks: int, fixed: Literal["local", "global"], training:
 
 
 def of(loader: Any) -> PlainLoader | None:
-    """Return what follows a loader, also one of ``skip_first_batches``; None if nothing does."""
+    """Return the follower of a loader, also of one of ``skip_first_batches``; None without one."""
     found = vars(loader).get(_OWN)
     return found if isinstance(found, PlainLoader) else None
 
 
 def is_within(state: Mapping[str, Any] | None) -> bool:
-    """Whether this state of a plain loader, if it is one, is to be gone on with within an epoch."""
+    """Return whether ``state``, of a plain loader, is to be continued within an epoch."""
     if state is None or state["left"]:
         return False
     position = state["cursor"]["position"]
@@ -356,8 +355,7 @@ def is_within(state: Mapping[str, Any] | None) -> bool:
 
 
 def note_skipping(made: Any) -> None:
-    """A loader was ``made``: if by ``skip_first_batches`` from one that is followed, it is one
-    with it."""
+    """Follow the new loader ``made`` as one with its source, if ``skip_first_batches`` made it."""
     sampler = _skipping(made)
     cursor = None if sampler is None else portus.DataCursor.of(sampler.batch_sampler)
     plain = None if cursor is None else of(cursor.loader)
@@ -367,7 +365,7 @@ def note_skipping(made: Any) -> None:
 
 
 def tell(reason: str) -> None:
-    """Say that the rest of an epoch is not gone on with, and why."""
+    """Warn that the rest of an epoch is not continued, and why."""
     _log.warning(
         "Portus: the rest of this epoch does not resume where it was, and samples may be "
         "repeated or missed: %s",
@@ -376,7 +374,7 @@ def tell(reason: str) -> None:
 
 
 def drawing_device() -> torch.device:
-    """The device whose generator is drawn from beside those of the CPU, if there is one."""
+    """Return the device whose generator is used beside the CPU's, if there is one."""
     return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
 
 

@@ -1,11 +1,11 @@
-"""DeepSpeed: ``engine.save_checkpoint`` leaves the files that stock leaves, in the background.
+"""DeepSpeed: ``engine.save_checkpoint`` saves the same files as stock, in the background.
 
-All of these do what they always did for an engine that Portus does not save for.
+For an engine that Portus does not save for, these methods stay stock's.
 
 name of ``DeepSpeedEngine``      what changes
-``save_checkpoint``              its files are saved by ``EngineFiles``; ``latest`` comes last
-``load_checkpoint``              waits for saves in flight; what it loads is verified
-``_take_model_step``             waits until no save reads what it writes
+``save_checkpoint``              ``EngineFiles`` saves its files; ``latest`` comes last
+``load_checkpoint``              waits for saves in flight; verifies files
+``_take_model_step``             waits until no save reads the tensors that it writes
 ``destroy``                      finishes saves first
 
 Stock hands each file to ``engine.checkpoint_engine``, of which there is none for outsiders: others
@@ -30,7 +30,7 @@ _log: Final = logging.getLogger("portus_accelerate")
 
 OLDEST: Final = (0, 16)
 NEWEST: Final = (0, 19)
-"""Versions of DeepSpeed that this was made for, both included."""
+"""The first and last versions of DeepSpeed that this was made for."""
 
 _FRAMEWORKS: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
 """Callers that remove older checkpoints as soon as a newer one was saved."""
@@ -40,14 +40,14 @@ _PATCHED: Final = "_portus_is_here"
 
 
 def install() -> None:
-    """Change the loaded DeepSpeed; every engine that is made from now on is saved by Portus. A
-    version outside the range is left alone, and that is said."""
+    """Have Portus save for every engine that is made from now on. Leave a version outside the range
+    alone, and report it."""
     _patch(is_for_all=True)
 
 
 def enable(engine: Any, **settings: object) -> None:
     """Have Portus save for one engine. settings: see ``Settings``. Raises ``UsageError`` for an
-    engine that Portus does not save for, with the reason."""
+    engine that Portus cannot save, with the reason."""
     chosen = from_mapping(settings, "enable()") if settings else from_environment()
     reason = why_not(engine, chosen)
     if reason is not None:
@@ -58,13 +58,13 @@ def enable(engine: Any, **settings: object) -> None:
 
 
 def files_of(engine: Any) -> EngineFiles | None:
-    """What saves an engine; None if stock does, or nothing was saved."""
+    """Return the files of an engine; None if stock saves it, or nothing was saved."""
     found: EngineFiles | None = getattr(engine, "__dict__", {}).get(_FILES)
     return found
 
 
 def _patch(*, is_for_all: bool) -> bool:
-    """False for a version that is left alone."""
+    """Patch DeepSpeed. Return False for a version that is left alone."""
     version = _version()
     if not is_known(version, OLDEST, NEWEST):
         _log.warning("%s; it saves as it always did", _range_of(version))
@@ -76,7 +76,7 @@ def _patch(*, is_for_all: bool) -> bool:
     for name, function in (
         ("save_checkpoint", _save),
         ("load_checkpoint", _load),
-        # The fence. Torch's own hooks of an optimizer fire once for each group here, and show one.
+        # The fence: torch's own hooks of an optimizer fire once for each group here, and show one.
         ("_take_model_step", _step),
         ("destroy", _destroy),
     ):
@@ -96,7 +96,7 @@ def _range_of(version: str) -> str:
 
 
 def _files_of(engine: Any) -> EngineFiles | None:
-    """Return what saves an engine; None if stock does, and the reason was said."""
+    """Return the files of an engine; None if stock saves it, and the reason was reported."""
     if _FILES not in engine.__dict__:
         files = None
         if getattr(engine, _PATCHED) and not portus.is_disabled():
@@ -126,7 +126,7 @@ def _save(
     files = _files_of(self) if save_dir else None
     if files is None:
         return stock(self, save_dir, tag, *given, **named)
-    caller = str(sys._getframe(2).f_globals.get("__name__"))  # behind what ``around`` put there
+    caller = str(sys._getframe(2).f_globals.get("__name__"))  # behind the frames of ``around``
     try:
         return files.save(
             functools.partial(stock, self),

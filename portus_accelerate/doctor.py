@@ -1,4 +1,4 @@
-"""What ``portus doctor`` says about Accelerate: whether the flag takes effect, and why not."""
+"""The findings of ``portus doctor`` about Accelerate: if the flag takes effect, or why not."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ print(status())
 """
 
 Finding = tuple[str, str, str]
-"""Name, text, and what to do about it, empty if nothing."""
+"""Name, text, and the remedy, empty if none is needed."""
 
 
 def findings() -> list[Finding]:
-    """Ask a process of its own, which imports what a training script would. Takes seconds."""
+    """Return the findings of a new process, which imports as a script would. Takes seconds."""
     if importlib.util.find_spec("accelerate") is None:
         return [("-", "not installed", "")]
     answer = _answer()
@@ -40,7 +40,7 @@ def findings() -> list[Finding]:
 
 
 def _answer() -> str:
-    """What ``status`` says in a process with the flag on, or what that process died of."""
+    """Return ``status`` in a process with the flag on, or the error that process died of."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM],

@@ -31,7 +31,7 @@ _STOCK_ENGINE: Final = "TorchCheckpointEngine"
 
 
 def why_not(engine: Any, settings: Settings) -> str | None:
-    """Why stock has to save this engine; None if Portus can."""
+    """Return why stock has to save this engine; None if Portus can."""
     if settings.pool is not None:
         return "pool: its checkpoints are files, in the directory that the script names"
     real = type(engine.checkpoint_engine).__name__
@@ -57,7 +57,7 @@ def why_not(engine: Any, settings: Settings) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Leader:
-    """A save of a framework that the engine's is a part of."""
+    """A framework's save that includes the engine's."""
 
     base: str
     now: bool
@@ -69,9 +69,9 @@ _leader: ContextVar[_Leader | None] = ContextVar("portus_leader", default=None)
 
 @contextlib.contextmanager
 def gather_engine_files(base: str, *, now: bool) -> Iterator[list[portus.SaveHandle]]:
-    """What engines save inside is a part of a checkpoint whose other files become visible after
-    it; the handles of these saves. base: the directory above it whose hidden folder has the drafts.
-    now: the saves return when they are complete."""
+    """Make saves of engines inside part of a checkpoint whose other files become visible after
+    them; yield the handles of these saves. base: the directory above it whose hidden folder has the
+    drafts. now: the saves return when they are complete."""
     handles: list[portus.SaveHandle] = []
     token = _leader.set(_Leader(base, now, handles))
     try:
@@ -84,7 +84,7 @@ class EngineFiles:
     """The checkpoints of DeepSpeed's engines. Its methods are called on every rank."""
 
     def __init__(self, engine: Any, settings: Settings, *, may_give_up: bool = False) -> None:
-        """may_give_up: what Portus cannot save, stock does from then on."""
+        """Prepare for one engine. may_give_up: stock saves from then on what Portus cannot."""
         self.may_give_up: Final = may_give_up
         self._engine: Final = engine
         self._settings: Final = settings
@@ -101,9 +101,9 @@ class EngineFiles:
         is_of_framework: bool = False,
         **named: Any,
     ) -> Any:
-        """``DeepSpeedEngine.save_checkpoint``, but what it would write is saved late.
-        is_of_framework: one calls that Portus does not lead, and which may remove older checkpoints
-        at once: so it returns when the checkpoint is complete."""
+        """Save as ``DeepSpeedEngine.save_checkpoint``, but in the background. is_of_framework: a
+        framework calls that Portus has not patched, and that may remove older checkpoints at once:
+        so return when the checkpoint is complete."""
         engine = self._engine
         named_tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         root = os.path.realpath(save_dir)
@@ -114,7 +114,7 @@ class EngineFiles:
             nonlocal returned
             parts: dict[str, object] = {}
 
-            def note(state_dict: object, path: str) -> None:  # DeepSpeed's names
+            def note(state_dict: object, path: str) -> None:  # the names are DeepSpeed's
                 parts[os.path.relpath(os.path.realpath(path), directory)] = state_dict
 
             with self._standing_in(save=note, commit=lambda *given: True):
@@ -122,8 +122,7 @@ class EngineFiles:
                     save_dir,
                     tag=named_tag,
                     client_state={} if client_state is None else client_state,
-                    # Stock opens it to write it in place: killed then, it leaves an empty one, and
-                    # nothing loads.
+                    # Stock writes it in place: a kill leaves an empty one, and nothing loads.
                     save_latest=False,
                     **named,
                 )
@@ -156,8 +155,8 @@ class EngineFiles:
     def load(
         self, stock: Callable[..., Any], load_dir: str, tag: str | None, *given: Any, **named: Any
     ) -> Any:
-        """``DeepSpeedEngine.load_checkpoint``, verified. Without a tag, a checkpoint that is
-        damaged is passed over for the one before it. Raises ``CorruptionError`` for one that was
+        """Load as ``DeepSpeedEngine.load_checkpoint``, verified. Without a tag, skip a damaged
+        checkpoint for the one before it. Raise ``CorruptionError`` for a damaged one that was
         named, and if all are damaged."""
         root = os.path.realpath(load_dir)
         self.files.wait_for(root)
@@ -190,7 +189,7 @@ class EngineFiles:
 
         def load(path: str, map_location: Any = None) -> Any:
             names.append(os.path.relpath(os.path.realpath(path), directory))
-            # As stock loads: they hold objects of DeepSpeed's, such as its loss scaler.
+            # As stock loads: files have objects of DeepSpeed, such as its loss scaler.
             return portus.load(path, map_location=map_location, weights_only=False)
 
         try:
@@ -198,13 +197,13 @@ class EngineFiles:
                 returned = stock(load_dir, tag, *given, **named)
         except portus.PortusError as error:
             problem = error
-        # Collective: all ranks go on to the same checkpoint, or raise alike.
+        # Collective: all ranks continue to the same checkpoint, or all raise.
         self.files.check_loaded(directory, names, problem)
         return returned
 
     @contextlib.contextmanager
     def _standing_in(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Inside, ``methods`` stand in for those of the engine's checkpoint engine."""
+        """Replace methods of the engine's checkpoint engine by ``methods`` inside."""
         own = vars(self._engine.checkpoint_engine)
         own.update(methods)
         try:
@@ -215,12 +214,12 @@ class EngineFiles:
 
 
 def _tensors_of_step(engine: Any) -> list[torch.Tensor]:
-    """What ``_take_model_step`` writes, and nobody else: weights that are trained, their masters,
+    """Return the tensors that ``_take_model_step`` alone writes: trained weights, their masters,
     and the state of the optimizer."""
     found = [each for each in engine.module.parameters() if each.requires_grad]
     optimizer, seen = engine.optimizer, set[int]()
     while optimizer is not None and id(optimizer) not in seen:
-        # Optimizers wrap one another; the inmost is torch's, the others hold the masters.
+        # Optimizers wrap one another; the innermost is torch's, the others hold the masters.
         seen.add(id(optimizer))
         found += tensors_of(optimizer)
         optimizer = getattr(optimizer, "optimizer", None)
@@ -244,8 +243,8 @@ def _tensors_in(value: object) -> list[torch.Tensor]:
 
 
 def _tags_in(root: str) -> list[str]:
-    """The tag that ``latest`` names, then the others, the newest first. None without that file: the
-    training starts anew, as with stock."""
+    """Return the tag that ``latest`` names, then the others, newest first. None without that file:
+    the training starts anew, as with stock."""
     try:
         with open(os.path.join(root, LATEST), encoding="utf-8") as file:
             named = file.read().strip()

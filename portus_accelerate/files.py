@@ -1,4 +1,4 @@
-"""``CheckpointFiles``: what saves checkpoint directories, in the background."""
+"""``CheckpointFiles``: saves checkpoint directories in the background."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ class CheckpointFiles:
     """The checkpoint files of one ``Accelerator``. Its methods are called on every process."""
 
     def __init__(self, accelerator: Any, settings: Settings, *, is_writer: bool) -> None:
-        """is_writer: false in a process that saves its random states alone."""
+        """Prepare for one ``Accelerator``. is_writer: False if only random states are saved."""
         self._accelerator: Final = accelerator
         self.uploaded: str | None = None
-        """A directory of which everything is uploaded."""
+        """The directory whose files are all uploaded."""
         self._settings: Final = settings if is_writer else _alone(settings)
         self._of_all: Final = settings
         self._is_writer: Final = is_writer
         self._shards: PortusStorageWriter | None = None
 
     def prepare(self, roots: list[str]) -> None:
-        """Put in order what a killed process left below ``roots``, and learn which optimizer steps
-        what, so that the first save too is copied in the background. Raises nothing: what makes no
-        sense is said by the first save."""
+        """Repair what a killed process left below ``roots``, and learn each optimizer's parameters,
+        so the first save too is in the background. The first save reports errors."""
         with contextlib.suppress(portus.PortusError):
             for root in roots:
                 self.files.recover(root)
@@ -43,30 +42,30 @@ class CheckpointFiles:
             self.files.open()
 
     def _remove_cut_off(self, above: str) -> None:
-        """Remove directories of automatic naming whose save was cut off, and that nobody else wrote
-        into: scripts go on from the highest number, or begin anew where there is none."""
+        """Remove directories of automatic naming whose save was cut off, and that have no other
+        files: scripts continue from the highest number, or start anew without one."""
         for directory in (
             place.numbered_directories(above, NUMBERED) if os.path.isdir(above) else ()
         ):
             if not why_incomplete(directory) or _others_in(directory):
                 continue
-            self.files.wait_for(directory)  # another process may be at it
-            # Looked at again: what was waited for may have completed it.
+            self.files.wait_for(directory)  # another process may be saving it
+            # Look again: the save may have completed meanwhile.
             if why_incomplete(directory) and not _others_in(directory):
                 with contextlib.suppress(OSError):
                     shutil.rmtree(directory)
 
     def fetch(self, directory: str) -> None:
-        """Fetch what the mirror has of the run that saves ``directory``, if this machine has
-        nothing of it. On the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
+        """Fetch the mirror's files of the run that saves ``directory``, if this machine has none.
+        Only on the process that leads. Raises as ``portus.TrainingFiles.fetch``."""
         if self._is_writer:
             run = self._run_of(directory)
             self.files.fetch(run.name, run.links, os.path.dirname(directory))
 
     def _run_of(self, directory: str) -> portus.Run:
-        """The run that saves the checkpoint ``directory``: the same after a restart. Its
-        ``.portus`` is on the file system of the checkpoints, not among them, nor in what is
-        uploaded. Nothing of it is opened. Raises ``MediumError``."""
+        """Return the run that saves the checkpoint ``directory``: the same after a restart. Its
+        ``.portus`` is on the file system of the checkpoints, not among them nor in uploads. Opens
+        no file. Raises ``MediumError``."""
         above = otherwise = os.path.dirname(directory)
         roots = place.roots(self._accelerator.project_dir)
         fit = [root for root in roots if place.is_inside(above, root)]
@@ -87,34 +86,34 @@ class CheckpointFiles:
         return run
 
     def wait_for(self, directory: str) -> None:
-        """Block until the saves to ``directory`` of any process are over."""
+        """Block until all processes' saves to ``directory`` have ended."""
         self.files.wait_for(directory)
 
     def wait(self) -> None:
-        """Block until all saves are over; raises as ``on_error`` says."""
+        """Block until all saves have ended; raises as ``on_error`` says."""
         for each in self._savers():
             each.wait()
 
     def close(self) -> None:
-        """Finish the saves in flight. Later ones open it again."""
+        """Finish the saves in flight. Later saves open the files again."""
         with contextlib.ExitStack() as closing:
             for each in reversed(self._savers()):
                 closing.callback(each.close)
             self._shards = None
 
     def _savers(self) -> list[Any]:
-        """What saves, in the order in which the files become visible."""
+        """Return the savers, in the order in which their files become visible."""
         found = (self._shards, *(vars(self).get(name) for name in ("plain", "files")))
         return [each for each in found if each is not None]
 
     @cached_property
     def pool(self) -> portus.Place | None:
-        """The pool that the user had named at the first use. Raises ``UsageError``."""
+        """Return the pool that the user had named at the first use. Raises ``UsageError``."""
         return self._of_all.pool_at
 
     @cached_property
     def files(self) -> portus.TrainingFiles:
-        """What saves the files of this process, or the pointers to them. Raises ``UsageError`` for
+        """Return the files of this process, or the pointers to them. Raises ``UsageError`` for
         settings that only pools have."""
         return portus.TrainingFiles(
             self._settings,
@@ -126,11 +125,11 @@ class CheckpointFiles:
 
     @cached_property
     def plain(self) -> portus.TrainingFiles:
-        """Return what saves files that stay files, though there is a pool."""
+        """Return the files that stay files, though there is a pool."""
         return portus.TrainingFiles(_alone(self._settings), of_directories=True, telling=TELLING)
 
     def opened_shards(self, directory: str) -> PortusStorageWriter:
-        """Return what saves the shards of a checkpoint."""
+        """Return the writer of a checkpoint's shards."""
         if self._shards is None:
             from portus.dcp import PortusStorageWriter
 
@@ -144,12 +143,13 @@ class CheckpointFiles:
 
 
 def _alone(settings: Settings) -> Settings:
-    """Return the settings of files whose checkpoint has others that see to all, and the pool."""
+    """Return the settings of files in a checkpoint whose other files have the journal and the
+    mirror, and the pool."""
     return replace(settings, pool=None, max_bytes=None, durable=1, journal=False, mirror="none")
 
 
 def _others_in(directory: str) -> list[str]:
-    """The names in ``directory`` but for random states, and shards that Portus saved."""
+    """Return the names in ``directory`` but for random states, and shards that Portus saved."""
     head, tail = RANDOM.split("{}")
     return [
         name
@@ -160,7 +160,7 @@ def _others_in(directory: str) -> list[str]:
 
 
 def _has_shards(directory: str) -> bool:
-    """True for a directory of shards, whose save may have been cut off, also at its begin."""
+    """Return True for a directory of shards, also of a save that was cut off at its start."""
     from portus.dcp import has_digests
 
     return os.path.isdir(directory) and (has_digests(directory) or not os.listdir(directory))

@@ -1,9 +1,9 @@
 """Checkpoint directories of FSDP with sharded states.
 
-Accelerate hands the state of each model and of each optimizer to ``torch.distributed.checkpoint``
-by itself, into a subdirectory each. While ``save_state`` runs these calls go to Portus, which
-saves the same directories in the background; the files of the main process appear after them, so
-without these nothing is a checkpoint. While ``load_state`` runs what is loaded is verified.
+Accelerate passes the state of each model and optimizer to ``torch.distributed.checkpoint``, into a
+subdirectory each. While ``save_state`` runs, Portus gets these calls, and saves the same
+directories in the background. The files of the main process appear after them, and make the
+directory a checkpoint. While ``load_state`` runs, Portus verifies what is loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 SHARDED: Final = "SHARDED_STATE_DICT"
 FULL: Final = "FULL_STATE_DICT"
-"""Accelerate's names for the two kinds of FSDP checkpoints that are known here."""
+"""Accelerate's names for the two kinds of FSDP checkpoints that Portus knows."""
 
 
 def kind_of(accelerator: Any) -> str | None:
-    """How states are saved under FSDP; None without it."""
+    """Return how states are saved under FSDP; None without FSDP."""
     if getattr(accelerator.distributed_type, "value", "") != "FSDP":
         return None
     return str(accelerator.state.fsdp_plugin.state_dict_type.name)
@@ -41,8 +41,8 @@ def saves_shards(accelerator: Any) -> bool:
 def saving(
     writer: PortusStorageWriter, step: int, *, now: bool
 ) -> Iterator[list[portus.SaveHandle]]:
-    """What this thread lets torch save inside is saved late by ``writer``, or, if ``now``, returns
-    when it is complete; the handles of these saves. What Portus cannot save, torch does."""
+    """Have ``writer`` save, in the background or ``now``, what this thread passes to torch inside.
+    Yield the handles of these saves. torch saves what Portus cannot."""
     handles: list[portus.SaveHandle] = []
 
     def save(state_dict: dict[str, Any], path: str, **named: Any) -> bool:
@@ -59,7 +59,7 @@ def saving(
 
 @contextlib.contextmanager
 def verifying() -> Iterator[None]:
-    """What this thread lets torch load inside is verified, if Portus saved it."""
+    """Verify what this thread lets torch load inside, if Portus saved it."""
     from portus.dcp import has_digests, load
 
     def load_verified(state_dict: dict[str, Any], path: str, **named: Any) -> bool:
@@ -75,10 +75,11 @@ def verifying() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing(name: str, storage: str, function: Callable[..., bool]) -> Iterator[None]:
-    """Call ``function`` where this thread calls torch's function ``name`` inside for a path: with
-    the state, and the absolute path. If it returns False, torch does the work.
+    """Call ``function``, with the state and the absolute path, when this thread calls torch's
+    function ``name`` for a path inside. If it returns False, call torch's.
 
-    storage: the name of torch's argument that may have the path."""
+    storage: the name of torch's argument that may have the path.
+    """
     import torch.distributed.checkpoint  # few programs save in shards
 
     module, thread = torch.distributed.checkpoint, threading.get_ident()

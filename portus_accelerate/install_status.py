@@ -1,4 +1,4 @@
-"""Whether Accelerate was told about Portus in this process; if not, why not."""
+"""The state of Portus in this process: whether Accelerate was changed, and if not, why not."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from portus_accelerate import FLAG, autoload, is_on
 from portus_accelerate.settings import from_environment
 
 ON = "on, "
-"""How the answer begins if all is well."""
+"""The start of the answer if all is well."""
 
 _told = ""
 
 
 def tell(text: str) -> None:
-    """What ``patch`` did, or why it did nothing."""
+    """Record what ``patch`` did, or why it did nothing."""
     global _told
     _told = text
 
 
 def status() -> str:
-    """One line that says whether Portus saves for Accelerate in this process. It begins with
+    """Return one line that says whether Portus saves for Accelerate in this process. It begins with
     "on, " if so; otherwise it gives the reason."""
     if autoload.failures:
         return autoload.failures[-1]

@@ -1,8 +1,8 @@
 """``portus_config:`` in the YAML of ``accelerate launch``.
 
 Accelerate refuses keys that it does not know. So in the process of ``accelerate launch``, and only
-there, the key is taken out before it looks, and put into the environment, which the processes that
-it starts inherit. A file without the key goes the way it always went.
+there, Portus removes the key first, and puts it into the environment, which the started processes
+inherit. A file without the key is left alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEY: Final = "portus_config"
 
 
 def install() -> None:
-    """Teach the loaded ``accelerate.commands.config.config_args`` the key."""
+    """Make the loaded ``accelerate.commands.config.config_args`` accept the key."""
     module: Any = sys.modules["accelerate.commands.config.config_args"]
     base = module.BaseConfig
     process = base.process_config
@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def _tell(values: object) -> None:
-    """Put the flag into the environment. Raises ``UsageError`` for what it does not know."""
+    """Put the flag into the environment. Raises ``UsageError`` for unknown keys."""
     if values is False:
         return
     if values is None or values is True:

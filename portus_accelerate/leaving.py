@@ -1,12 +1,12 @@
-"""A job under ``transformers.Trainer`` is told to go: it saves and leaves, by Trainer's own ways.
+"""The preemption of a job under ``transformers.Trainer``: it saves and leaves as Trainer does.
 
-Trainer ends a training after any step, if a callback says so, and saves there. With
+Trainer ends a training after any step, if a callback asks, and saves there. With
 ``enable_jit_checkpoint`` it has a handler for SIGTERM, which sets a flag after some seconds, on
-that process alone, and saves before a step, with the random numbers of a batch that is not trained
-yet. Where that is on, its handler is used, and our flag is set in place of its own.
+that process alone. It then saves before a step, with the random numbers of a batch that is not
+trained yet. With that option Portus uses the handler, and sets its own flag instead.
 
-An evaluation that is due at that step, or under way, is left out; the resumed training begins with
-it. There is no way for a callback to end one, so an exception does, which ``training`` catches.
+An evaluation that is due at that step, or under way, is skipped; the resumed training begins with
+it. A callback cannot end one, so an exception does, which ``trainer`` catches.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import portus
 
 
 class EvaluationSkipped(BaseException):
-    """The step before the evaluation is saved: leave."""
+    """Raised to leave an evaluation: the step before it is saved."""
 
 
 class PreemptionCallback(TrainerCallback, ExportableState):
-    """Asks after each step. ``is_due``: an evaluation of the step that is saved was left out."""
+    """A callback that asks after each step. ``is_due``: an evaluation of the saved step is left."""
 
     def __init__(self, trainer: Any, preemption: portus.Preemption) -> None:
         self._trainer: Final = trainer
@@ -37,14 +37,14 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         self.is_due = False
         self._is_news = False
         self._saved: int | None = None
-        """The step that was saved, to leave after it."""
+        """The saved step, after which to leave."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for ``trainer_state.json``."""
         return {"args": {}, "attributes": {"is_due": self.is_due}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """What the checkpoint says, if there is one."""
+        """Restore the state of the checkpoint, if there is one."""
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         self.is_due = bool(mine.get("attributes", {}).get("is_due"))
         if not self.is_due:
@@ -56,15 +56,15 @@ class PreemptionCallback(TrainerCallback, ExportableState):
             trainer._load_rng_state(checkpoint)
             self._evaluate_if_due()
 
-        # It is done once the random numbers are back: an epoch's order is drawn right after.
+        # Evaluate once the random numbers are restored: an epoch's order is drawn right after.
         trainer._load_rng_state = load
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """An evaluation that was left out comes before the next step, at the latest."""
+        """Run a skipped evaluation before the next step, at the latest."""
         self._evaluate_if_due()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """Save and leave, if it is time; Trainer does."""
+        """Have Trainer save and leave, if it is time."""
         if self._preemption.should_leave():
             self._is_news = control.should_evaluate and not self.is_due
             self.is_due = self.is_due or control.should_evaluate
@@ -75,8 +75,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         return control
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        """Leave at the end of an epoch, too; a step that was saved is saved again only if it is due
-        to be evaluated."""
+        """Leave at an epoch's end, too; save a step again only if its evaluation is due."""
         saved = self._saved == state.global_step
         control = self.on_step_end(args, state, control)
         if saved and not self._is_news:
@@ -89,7 +88,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
         if not trainer.is_in_train or not self._preemption.should_leave_validation():
             return
         self.is_due = True
-        if self._generators is not None:  # those that it began with
+        if self._generators is not None:  # the generators at its start
             portus.restore_randomness(self._generators, trainer.args.device)
         trainer._save_checkpoint(trainer.model, trial=None)
         raise EvaluationSkipped
@@ -112,7 +111,7 @@ class PreemptionCallback(TrainerCallback, ExportableState):
 
 @contextlib.contextmanager
 def hear_signals(trainer: Any, preempt_within: float | str) -> Iterator[None]:
-    """``trainer`` trains, and signals are heard; none if ``preempt_within`` is "none"."""
+    """Handle signals while ``trainer`` trains; not if ``preempt_within`` is "none"."""
     if preempt_within == "none":
         yield
         return
@@ -124,7 +123,7 @@ def hear_signals(trainer: Any, preempt_within: float | str) -> Iterator[None]:
             preemption.expect(signal.SIGTERM)
             manager._enable_checkpoint = lambda: preemption.note(signal.SIGTERM)
         callback = PreemptionCallback(trainer, preemption)
-        trainer.callback_handler.callbacks.append(callback)  # who comes later has the last word
+        trainer.callback_handler.callbacks.append(callback)  # the last callback decides
         try:
             yield
         finally:
@@ -134,7 +133,7 @@ def hear_signals(trainer: Any, preempt_within: float | str) -> Iterator[None]:
 
 
 def run_to_leaving(trainer: Any) -> Any:
-    """What ``train`` returns, and does, where an evaluation was left."""
+    """End a training whose evaluation was left; return the result of ``train``."""
     utils: Any = sys.modules["transformers.trainer_utils"]
     trainer.is_in_train = False
     trainer.control = trainer.callback_handler.on_train_end(
@@ -145,6 +144,6 @@ def run_to_leaving(trainer: Any) -> Any:
 
 
 def _manager_of(trainer: Any) -> Any:
-    """What has Trainer's handler for SIGTERM, if there is one."""
+    """Return the owner of Trainer's handler for SIGTERM, if there is one."""
     managers = (getattr(each, "jit_manager", None) for each in trainer.callback_handler.callbacks)
     return next((each for each in managers if hasattr(each, "_enable_checkpoint")), None)

@@ -24,7 +24,7 @@ Stock = Callable[[str | None], Any]
 
 
 class StateLoader:
-    """Chooses the directory, and loads it. Call the methods on every process. files: what saves."""
+    """Chooses and loads the directory. Call the methods on every process. files: the savers."""
 
     def __init__(self, accelerator: Any, files: CheckpointFiles, settings: Settings) -> None:
         self._accelerator: Final = accelerator
@@ -34,8 +34,8 @@ class StateLoader:
         """Checkpoints that not all processes had saved, or that are damaged."""
 
     def load_state(self, stock: Stock, directory: str | None) -> Any:
-        """Let ``stock`` load a directory. If none is named, the newest that can be loaded."""
-        # What is in flight may be the newest, or what is named.
+        """Let ``stock`` load ``directory``, or if it is None, the newest one that can be loaded."""
+        # A save in flight may be the newest checkpoint, or the named one.
         self._files.wait()
         above = self._above()
         if directory is not None or above is None:
@@ -61,35 +61,35 @@ class StateLoader:
         return self._load(stock, None)
 
     def go_back(self, directory: str) -> Any:
-        """Accelerate has restored the generators from ``directory``: let data go on from there.
-        Returns what this process saved, or the main one; None if nothing was.
+        """Resume the data from ``directory``, after Accelerate restored its generators. Return the
+        state of this process, or of the main one; None without one.
 
-        Raises what is wrong with them, which Accelerate passes over.
+        Raises errors of these states, which Accelerate ignores.
         """
         count = self._accelerator.num_processes
         own = _positions_in(directory, self._accelerator.process_index)
         of_main = _positions_in(directory, 0)
         self._say_of_others(directory, own, of_main)
         if of_main and (own is None or of_main.get("processes", count) != count):
-            own = of_main  # where the data is, all processes say alike
+            own = of_main  # the position is the same on all processes
         resume.go_back(self._accelerator, own, of_main or own)
         return own
 
     def agree(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
-        """The first of ``paths``, all in ``above``, as the main process says them, that all
+        """Return the first of ``paths``, all in ``above``, in the main process's order, that all
         processes find good."""
         said = self.as_main_says(above, paths)
         return next((path for path in said if all(gather_object([is_good(path)]))), None)
 
     def fetch_named(self) -> None:
-        """Fetch checkpoints of automatic naming, if none is here, before anybody looks for them."""
+        """Fetch checkpoints of automatic naming, if none is here, before any process looks."""
         above = self._above()
         if above is not None:
             self._fetch_if_lost(os.path.join(above, "checkpoint_0"), is_here=os.path.isdir(above))
 
     def fetch(self, directory: str) -> None:
-        """Fetch what the mirror has of the run that saves ``directory``, if this machine lost it,
-        before anybody looks for a checkpoint. Raises as ``portus.TrainingFiles.fetch``."""
+        """Fetch the mirror's files of the run that saves ``directory``, if this machine lost it,
+        before any process looks for a checkpoint. Raises as ``portus.TrainingFiles.fetch``."""
         if not self._settings.has_mirror:
             return
         try:
@@ -99,19 +99,19 @@ class StateLoader:
             self._accelerator.wait_for_everyone()
 
     def _above(self) -> str | None:
-        """The absolute directory of checkpoints that Accelerate names; None if the script does."""
+        """Return the absolute directory of checkpoints that Accelerate names, or None."""
         project = self._accelerator.project_dir
         names = self._accelerator.project_configuration.automatic_checkpoint_naming
         return os.path.join(os.path.abspath(project), "checkpoints") if names and project else None
 
     def _fetch_if_lost(self, directory: str, *, is_here: bool) -> None:
-        """``fetch``, if it is not here for every process. All have looked before anybody fetches;
-        without a mirror they do not wait for each other."""
+        """Fetch, if the run is not here for every process. All look before one fetches; without a
+        mirror they do not wait for each other."""
         if self._settings.has_mirror and not all(gather_object([is_here])):
             self.fetch(directory)
 
     def _load(self, stock: Stock, directory: str | None) -> Any:
-        """Have ``stock`` load a directory, every byte that has a digest verified. Raises
+        """Have ``stock`` load a directory; verify every byte that has a digest. Raise
         ``UsageError`` for one that was never complete."""
         if directory is None:
             return stock(directory)
@@ -127,12 +127,12 @@ class StateLoader:
             return stock(directory)
 
     def _load_by_all(self, stock: Stock, directory: str) -> Any:
-        """Have ``stock`` load a directory on all processes, or raise on all, also where each
-        machine has one of its own and theirs differ."""
+        """Have ``stock`` load a directory on all processes, or raise on all, also if each machine
+        has a directory of its own and theirs differ."""
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
         self._files.wait_for(directory)
         is_there = os.path.isdir(directory)
-        # Before stock loads: where it has collectives, they would wait for one that raised here.
+        # Before stock loads: its collectives would wait for a process that raised here.
         self.raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
         try:
             found = self._load(stock, directory)
@@ -144,14 +144,14 @@ class StateLoader:
         return found
 
     def raise_if_any(self, why: str) -> None:
-        """Raise ``UsageError`` if any process says why, on all of them."""
+        """Raise ``UsageError`` on all processes, if any process has a reason."""
         said = gather_object([why])
         if any(said):
             raise portus.UsageError(why or next(filter(None, said)))
 
     def as_main_says(self, above: str, paths: list[str]) -> list[str]:
-        """Return what the main process found in its ``above``, on all processes, each in its own:
-        they may see names come and go at other moments."""
+        """Return the main process's names in ``above``, on all processes, each in its own:
+        processes may see names come and go at other moments."""
         said = [[os.path.basename(path) for path in paths]]
         if self._accelerator.num_processes > 1:
             broadcast_object_list(said)
@@ -172,7 +172,7 @@ class StateLoader:
     def _has_all_processes(self, directory: str) -> bool:
         """Return whether every process finds its random states, if there were as many as now. The
         same on all."""
-        is_cut_off = bool(why_incomplete(directory))  # whoever loads it says what it is
+        is_cut_off = bool(why_incomplete(directory))  # its load reports the reason
         count, index = self._accelerator.num_processes, self._accelerator.process_index
         try:
             saved = (_positions_in(directory, 0) or {}).get("processes")
@@ -209,14 +209,15 @@ class StateLoader:
 
 
 def _newest_first(above: str) -> list[str]:
-    """The checkpoints in ``above``; none where it cannot be listed, which stock says then."""
+    """Return the checkpoints in ``above``; none if it cannot be listed: stock reports that."""
     with contextlib.suppress(portus.MediumError):
         return place.numbered_directories(above)[::-1]
     return []
 
 
 def _positions_in(directory: str, process: int) -> Any:
-    """What a process saved beside its generators; None if there is none, or nobody can tell."""
+    """Return the states that a process saved beside its generators; None if there are none, or they
+    cannot be read."""
     path = os.path.join(directory, RANDOM.format(process))
     states: Any = None
     if os.path.isfile(path):
@@ -225,6 +226,6 @@ def _positions_in(directory: str, process: int) -> Any:
                 states = (other.load if hasattr(other, "load") else portus.load)(path)
         except portus.PortusError:
             raise
-        except Exception:  # stock Accelerate goes on without it, too
+        except Exception:  # stock Accelerate continues without it, too
             _log.debug("Portus: %s cannot be loaded", path, exc_info=True)
     return states.get(resume.KEY) if states else None

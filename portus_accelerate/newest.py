@@ -1,7 +1,7 @@
 """The choice of the newest checkpoint directory: none whose save was cut off.
 
-What a save writes in the background appears in one step. A directory without that was never
-complete, whatever else is in it. Stock takes the highest number.
+The files that a save writes in the background appear in one step. A directory without them was
+never complete, whatever else is in it. Stock takes the highest number.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WEIGHTS: Final = re.compile(r"(pytorch_)?model(_\d+)?\.(bin|safetensors)(\.inde
 """Files of a checkpoint of Accelerate."""
 
 NUMBERED: Final = re.compile(r"checkpoint_\d+")
-"""The name of a checkpoint that Accelerate names by itself."""
+"""The name of a checkpoint that Accelerate chose."""
 
 NAME: Final = re.compile(r"checkpoint-\d+")
 """The name of a checkpoint of ``transformers.Trainer``."""
 
 _OTHERS: Final = re.compile(r"rng_state_[1-9]\d*\.pth")
-"""Files of a checkpoint of Trainer, of processes that save nothing else."""
+"""Files of a checkpoint of Trainer, of processes that save only these."""
 
 _STATE: Final = "trainer_state.json"
 """A file of a checkpoint of Trainer, which needs it."""
@@ -47,8 +47,8 @@ def install() -> None:
 
 
 def _is_saved(directory: str) -> bool:
-    """True for what ``save_state`` makes visible last. Hooks write weights, too; and on a machine
-    of its own (``save_on_each_node``) process 0 is another one's."""
+    """Return True if ``directory`` has the files that ``save_state`` makes visible last. Hooks
+    write weights, too; with ``save_on_each_node`` process 0 may be on another machine."""
     names = os.listdir(directory)
     if RANDOM.format(0) in names:
         return True
@@ -56,8 +56,8 @@ def _is_saved(directory: str) -> bool:
 
 
 def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _is_saved) -> str:
-    """Say why a directory is no checkpoint, with the one before it; empty if it may be one.
-    is_complete: whether it has what a save makes visible last."""
+    """Return why a directory is no checkpoint, with the one before it; "" if it may be one.
+    is_complete: whether it has the files that a save makes visible last."""
     if not os.path.isdir(directory) or is_complete(directory):
         return ""
     above = os.path.dirname(os.path.abspath(directory))
@@ -70,8 +70,8 @@ def why_incomplete(directory: str, is_complete: Callable[[str], bool] = _is_save
 
 
 def is_complete(directory: str) -> bool:
-    """True if what a save makes visible last is there, and what goes first when the directory is
-    removed."""
+    """Return True if a directory has the files that a save makes visible last, and those that its
+    removal deletes first."""
     names = os.listdir(directory)
     return _STATE in names and any(
         name.endswith(_WRITTEN) and not _OTHERS.fullmatch(name) for name in names
@@ -79,13 +79,13 @@ def is_complete(directory: str) -> bool:
 
 
 def complete_in(folder: str) -> list[str]:
-    """The checkpoints in ``folder`` whose save was not cut off; newest first."""
+    """Return the checkpoints in ``folder`` whose save was not cut off; newest first."""
     found = place.numbered_directories(folder, NAME)[::-1]
     return [path for path in found if not why_incomplete(path, is_complete)]
 
 
 def last(stock: Callable[[Any], Any], folder: Any) -> Any:
-    """Return what ``get_last_checkpoint`` does, passing over cut-off saves."""
+    """Return what ``get_last_checkpoint`` does, but skip saves that were cut off."""
     found = stock(folder)
     if found is None or not why_incomplete(found, is_complete):
         return found

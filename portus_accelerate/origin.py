@@ -1,8 +1,8 @@
-"""What a checkpoint directory says of itself: of which run and step its files are.
+"""The origin of a checkpoint directory: the run and step of its files.
 
 A directory put together by hand, from two checkpoints, is refused: it would load, and be no state
-that training ever had. Not seen: files of the same run and step, saved twice. What else does not
-fit is found by Accelerate and torch; here it is said of which checkpoint, and on which rank.
+that training ever had. Not detected: files of the same run and step, saved twice. Accelerate and
+torch find other errors; here the checkpoint and the rank are added to them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Final
 import portus
 
 _SUFFIXES: Final = (".safetensors", ".bin", ".pkl", ".pt")
-"""Ends of the names of the files that Accelerate writes."""
+"""Suffixes of the files that Accelerate writes."""
 
 _OF_ONE_WRITER: Final = re.compile(r"(~\d+)?(/rank-\d+-of-\d+)?$")
-"""What a run's name ends with where several processes save it: each has a pool file of its own."""
+"""The end of a run's name if several processes save it: each has a pool file of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """``directory`` was saved as ``step`` of ``model``."""
+    """The origin of ``directory``: saved as ``step`` of ``model``."""
 
     directory: str
     model: str
@@ -37,8 +37,7 @@ class Origin:
 
 
 def origin_of(directory: str) -> Origin | None:
-    """Return the origin of a checkpoint; None if nothing in ``directory`` names one: it is none of
-    ours.
+    """Return the origin of a checkpoint; None if no file in ``directory`` names one.
 
     Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
     ``CorruptionError`` for a damaged file.
@@ -64,12 +63,12 @@ def origin_of(directory: str) -> Origin | None:
 
 
 def note(model: str, step: int) -> bytes:
-    """What each file of a checkpoint says of itself."""
+    """Return the note of its origin that each file of a checkpoint has."""
     return json.dumps({"model": model, "step": step}).encode()
 
 
 def _read_note(path: str) -> tuple[str, int] | None:
-    """Model and step."""
+    """Return model and step from a file's note."""
     if not os.path.isfile(path) or os.path.splitext(path)[1] not in _SUFFIXES:
         return None
     data = portus.read_note(path)
@@ -81,15 +80,15 @@ def _read_note(path: str) -> tuple[str, int] | None:
 
 @contextlib.contextmanager
 def naming(directory: str, rank: int) -> Iterator[None]:
-    """What is raised inside, where ``directory`` is loaded, says of which checkpoint and rank, and
-    is of the same type, for who catches it. Raises as ``origin_of``, too."""
+    """Add the checkpoint and the rank to the errors raised inside, where ``directory`` is loaded.
+    Their type stays the same, for handlers. Raises as ``origin_of``, too."""
     origin = origin_of(directory)
     where = f"rank {rank}: {origin}"
     try:
         yield
     except (RuntimeError, ValueError) as error:
         if origin is None or type(error) not in (RuntimeError, ValueError):
-            raise  # the others say so themselves, as ours do
+            raise  # the others name it themselves, as ours do
         text = f"{where} does not fit what the script prepared: {error}"
         raise type(error)(text) from error
     except FileNotFoundError as error:

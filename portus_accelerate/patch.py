@@ -1,16 +1,16 @@
-"""The places in Accelerate where Portus comes in.
+"""The places in Accelerate that Portus changes.
 
-All of them do what they always did for an ``Accelerator`` that has no ``Saver``. Naming, hooks and
-what is saved stay Accelerate's own.
+For an ``Accelerator`` without a ``Saver`` they stay stock's. Naming, hooks and the saved values
+stay Accelerate's own.
 
 name                             what changes for an Accelerator with a Saver
 ``Accelerator.__init__``         makes the Saver, if the flag is on
-``prepare_data_loader``          plain loaders are followed
-``Accelerator.save_state``       what is written goes to the Saver; ``total_limit`` after the commit
-``Accelerator.load_state``       waits for saves in flight; the newest that can be loaded
-``Accelerator.end_training``     finishes saves before the process group goes
-``Accelerator.log``              what saves cost goes to the trackers, too
-``load_accelerator_state``       puts back what exact resume needs
+``prepare_data_loader``          follows plain loaders
+``Accelerator.save_state``       passes files to the Saver; ``total_limit`` after the commit
+``Accelerator.load_state``       waits for saves in flight; takes the newest that loads
+``Accelerator.end_training``     finishes saves before the process group ends
+``Accelerator.log``              passes the cost of saves to the trackers, too
+``load_accelerator_state``       restores the state that exact resume needs
 ``__init__`` and ``__iter__`` of remembers the generators when an iterator is made, and at the start
   the loaders                    of an epoch; what is handed out; which loader skips another's
 ``torch`` in                     what is saved inside of ``save_state`` is captured, and what is
@@ -40,15 +40,14 @@ _log: Final = logging.getLogger("portus_accelerate")
 
 OLDEST: Final = (1, 0)
 NEWEST: Final = (1, 15)
-"""Versions of Accelerate that this was made for, both included."""
+"""The first and last versions of Accelerate that this was made for."""
 
 _NEEDED: Final = ("TrainingFiles", "load", "read_note")
-"""Names of Portus that are loaded before anything is changed: a package that it lacks is missed
-then."""
+"""Names of Portus to load before any change: a missing package is found then."""
 
 
 def install() -> None:
-    """Change the loaded Accelerate. A version outside the range is left alone, and that is said.
+    """Change the loaded Accelerate. Leave a version outside the range alone, and report it.
 
     Raises nothing that leaves Accelerate half changed.
     """
@@ -63,16 +62,16 @@ def install() -> None:
         return
     for needed in _NEEDED:
         getattr(portus, needed)
-    portus.register_reference_loader()  # torch may not have asked, and loads would fail
+    portus.register_reference_loader()  # torch may not have called it, and loads would fail
     if is_installed():
         return
-    for owner, name, value in _changes():  # all were made before the first is put in place
+    for owner, name, value in _changes():  # all exist before the first is put in place
         setattr(owner, name, value)
     tell(f"{ON}for Accelerate {version}")
 
 
 def is_installed() -> bool:
-    """True once Accelerate was changed."""
+    """Return True once Accelerate was changed."""
     module = sys.modules.get("accelerate.checkpointing")
     return isinstance(getattr(module, "torch", None), capture.Torch)
 
@@ -118,7 +117,7 @@ def wait(accelerator: Any) -> None:
 
 
 def should_save(accelerator: Any) -> bool:
-    """True if the state should be saved now. Call it after each step, on all processes.
+    """Return True if the state should be saved now. Call it after each step, on all processes.
 
     ```python
     optimizer.step()
@@ -132,8 +131,8 @@ def should_save(accelerator: Any) -> bool:
 
 
 def should_leave(accelerator: Any) -> bool:
-    """True if any process of this job received SIGTERM or SIGUSR1. Then save the state and leave
-    the loop. Call it after each step, on all processes.
+    """Return True if any process of this job received SIGTERM or SIGUSR1. Then save the state and
+    leave the loop. Call it after each step, on all processes.
 
     ```python
     leaves = portus_accelerate.should_leave(accelerator)
@@ -150,7 +149,7 @@ def should_leave(accelerator: Any) -> bool:
 
 
 def cadence(accelerator: Any) -> portus.Cadence:
-    """The ``portus.Cadence`` behind ``should_save``. It counts steps from the first call on.
+    """Return the ``portus.Cadence`` behind ``should_save``. It counts steps from the first call on.
     ``save_state`` saves its measurements, and ``load_state`` restores them.
 
     Raises ``UsageError`` if Portus is not turned on for ``accelerator``. If it is turned on, but
@@ -188,15 +187,14 @@ def _changes() -> list[tuple[Any, str, Any]]:
     ):
         if name in sys.modules:
             writing: Any = sys.modules[name]
-            # The module's name for torch, not torch: other code that saves meanwhile isn't
-            # concerned.
+            # The module's name for torch, not torch: saves of other code meanwhile stay torch's.
             found.append((writing, "torch", capture.Torch(writing.torch)))
     return found
 
 
 def _saver_of(accelerator: Any, function: str) -> Saver:
-    """Return who saves for ``accelerator``. Raises ``UsageError`` if nobody turned Portus on.
-    function: who asks."""
+    """Return the Saver of ``accelerator``. Raise ``UsageError`` if Portus is not turned on for it.
+    function: the caller, for the message."""
     saver = saver_for(accelerator)
     if saver is None:
         raise portus.UsageError(
@@ -226,7 +224,7 @@ def _load_state(
     saver = saver_of(self)
     if saver is None:
         return stock(self, input_dir, *more, **named)
-    # As stock does with it, which comes later.
+    # As stock does with it, later.
     chosen = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
     _loading.append(saver)
     try:
@@ -236,14 +234,14 @@ def _load_state(
 
 
 _loading: Final[list[Saver]] = []
-"""Who is loading: ``load_accelerator_state`` is not told."""
+"""The savers that load: ``load_accelerator_state`` has no argument for them."""
 
 
 def _load_accelerator_state(
     stock: Callable[..., Any], input_dir: Any, *more: Any, **named: Any
 ) -> Any:
     saver = _loading[-1] if _loading else None
-    # First: what follows starts from the generators that stock puts back.
+    # First: the next lines start from the generators that stock restores.
     result = stock(input_dir, *more, **named)
     if saver is not None:
         saver.after_load(os.fspath(input_dir))
@@ -251,9 +249,9 @@ def _load_accelerator_state(
 
 
 _ended: Final[list[Any]] = []
-"""The process group of the job that ended last. Its models would be the last to hold it, and torch
-lets go of a model's group with Python's lock held, which gloo's threads may need to end: they let
-go of the tensors of an exchange, those of the last save for one, some time after it is over."""
+"""The process group of the last job to end. Otherwise its models would be the last to hold it.
+torch releases a model's group with Python's lock held, which gloo's threads may need to end: they
+release the tensors of an exchange, such as the last save's, some time after it ends."""
 
 
 def _end_training(stock: Callable[..., Any], self: Any) -> Any:
@@ -277,7 +275,7 @@ def _log_values(
     if saver is None:
         return stock(self, values, step, *more, **named)
     saver.logged = (step,)
-    if step is None:  # trackers count calls then: another one would be another step
+    if step is None:  # without one, trackers count calls: ours would use another step
         for stats in saver.take_stats()[-1:]:
             values = {**stats.metrics(), **values}
     result = stock(self, values, step, *more, **named)
@@ -293,7 +291,7 @@ def _backward(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -
 
 
 def _tell_trackers(accelerator: Any, saver: Saver, step: Any) -> None:
-    """Have the trackers log what saves cost that are over, at the step that the script logs: some
+    """Log the cost of saves that have ended to the trackers, at the step that the script logs: some
     take no smaller one, and drop what comes after a greater."""
     for stats in saver.take_stats():
         for tracker in accelerator.trackers if accelerator.is_main_process else ():

@@ -1,4 +1,4 @@
-"""Directories of checkpoints, by their names; and those that a run may have its ``.portus`` in."""
+"""Directories of checkpoints, by their names, and the directories for a run's ``.portus``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_inside(path: str, directory: str) -> bool:
 
 
 def roots(project: str | None) -> list[str]:
-    """Where a pool may be before any checkpoint was named."""
+    """Return the directories that may have a pool before any checkpoint was named."""
     found = [] if project is None else [os.path.abspath(project)]
     with contextlib.suppress(OSError):  # the working directory may be gone
         found.append(os.getcwd())
@@ -23,7 +23,8 @@ def roots(project: str | None) -> list[str]:
 
 
 def step_of(checkpoint: str) -> int | None:
-    """The number at the end of the directory's name, as in ``step_1200`` and ``checkpoint-7``."""
+    """Return the number at the end of the directory's name, as in ``step_1200`` and
+    ``checkpoint-7``."""
     found = re.search(r"(\d{1,15})$", os.path.basename(checkpoint))
     return int(found[1]) if found else None
 
@@ -31,8 +32,8 @@ def step_of(checkpoint: str) -> int | None:
 def numbered_directories(
     directory: str, like: re.Pattern[str] = re.compile(".*", re.DOTALL)
 ) -> list[str]:
-    """The directories in ``directory`` whose name is ``like`` that and has a number, as those of
-    automatic naming do; lowest first. Raises ``MediumError``."""
+    """Return the directories in ``directory`` whose name is ``like`` that and has a number, as
+    those of automatic naming; lowest first. Raises ``MediumError``."""
     try:
         names = os.listdir(directory)
     except OSError as error:
@@ -49,7 +50,7 @@ def numbered_directories(
 
 
 def surplus(newest: str, limit: int | None) -> list[str]:
-    """Checkpoints beside ``newest`` that ``total_limit`` has no room for, oldest first. Raises
+    """Return the checkpoints beside ``newest`` that exceed ``total_limit``, oldest first. Raises
     ``MediumError``."""
     if limit is None:
         return []

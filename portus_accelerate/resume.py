@@ -1,28 +1,28 @@
 """Data order and random numbers after a resume, as if there had been no interruption.
 
-Accelerate restores the generators as they were at the save. Plain loaders of map-style datasets are
-followed and go on where they were (``data``). Of others, a ``StatefulDataLoader`` and those of an
-``IterableDataset``, the data is theirs, or the script's, to pass over; here it is seen to that they
-draw what they drew.
+Accelerate restores the generators as they were at the save. Portus follows plain loaders of
+map-style datasets, which continue where they were (``data``). Other loaders, a
+``StatefulDataLoader`` or one of an ``IterableDataset``, or their script skip the data themselves;
+this module makes them draw the same numbers.
 
 In the middle of an epoch the script makes a new iterator, which draws from the generators: a seed
-for workers, and with workers the order. So another order comes out, and all that is drawn later is
-shifted. What repeats the other run is: put the generators where they were when *that epoch's*
-iterator was made, make the new one (the loader skips what was done), and then put the generators
-where they were at the save, before the first batch is handed out.
+for workers, and with workers the order. So the order differs, and all later draws are shifted. To
+repeat the other run: restore the generators as they were when *that epoch's* iterator was made,
+make the new one (the loader skips the delivered batches), and restore the generators of the save
+before the first batch.
 
-At an epoch's end there is less to undo: the other run made its next iterator after the save.
-What Accelerate forgets is put back: generators of samplers, and how many epochs were done. A
-``StatefulDataLoader`` first makes the iterator of the epoch that is over, from its state, which
-draws; so the generators are put where they were before that.
+At an epoch's end there is less to undo: the other run made its next iterator after the save. Portus
+restores what Accelerate does not: generators of samplers, and the number of epochs done. A
+``StatefulDataLoader`` first makes the iterator of the old epoch, from its state, which draws; so
+the generators are restored to the moment before that.
 
 The first iterator of a ``StatefulDataLoader`` is made when Accelerate wraps it, long before the
 epoch that uses it: it is asked for its state then. It draws there, with workers the order too. So
-that moment is remembered as well, and an iterator is made as of then, in place of the first one;
-of the sampler of then, too, for which Accelerate may put its own afterwards.
+Portus remembers that moment as well, and makes an iterator as of then, in place of the first one;
+with the sampler of then, too, which Accelerate may replace afterwards.
 
-Not repeated: what such a dataset draws in the training process itself for the batches that had been
-fetched ahead (one, or two) when the save was called.
+Not repeated: draws of such a dataset in the training process itself for the batches (one or two)
+that were prefetched at the call of the save.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ from portus_accelerate.settings import ACCELERATE
 _log: Final = logging.getLogger("portus_accelerate")
 
 KEY: Final = "portus"
-"""Where this is in the file of random states; Accelerate looks at keys that it knows only."""
+"""The key in the file of random states; Accelerate reads only the keys that it knows."""
 
 FORMAT: Final = 2
 
 _FIRST_WAITS: Final = "_initial_iter_for_state_dict"
-"""The attribute of a ``StatefulDataLoader`` that says whether its iterator was made to be asked for
-its state."""
+"""The attribute of a ``StatefulDataLoader`` that is True if its iterator was made for a state."""
 
 _OTHER_KIND: Final = (
     "its loader was of another kind at the save, as with use_stateful_dataloader or without: "
@@ -61,8 +60,8 @@ _END: Final = object()
 
 @dataclass(frozen=True)
 class _ResumedLoader:
-    """A loader that is to go on: in the middle of an epoch, if there is a ``start`` of it, where
-    ``now`` is to hold; else after an epoch's end."""
+    """A loader to resume: in the middle of an epoch, from ``start``, with the generators ``now``
+    after it; or without ``start``, after an epoch's end."""
 
     loader: Any
     prepared: list[Any]
@@ -70,8 +69,8 @@ class _ResumedLoader:
     now: torch.Tensor | None = None
 
     def is_of(self, loader: Any) -> bool:
-        """True if ``loader`` is the one, or was made from it by ``skip_first_batches``: then it is
-        none of those that Accelerate prepared, which may have the same data."""
+        """Return True if ``loader`` is this one, or ``skip_first_batches`` made it from this one:
+        then it is none of the prepared ones, which may have the same data."""
         if any(each is loader for each in self.prepared):
             return loader is self.loader
         return loader.dataset is self.loader.dataset
@@ -81,8 +80,8 @@ _waiting: list[_ResumedLoader] = []
 
 
 def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
-    """Where this process is in its data. with_states: states of stateful loaders too, which are
-    not the main process's."""
+    """Return this process's position in its data. with_states: states of stateful loaders too,
+    which differ from the main process's."""
     loaders = accelerator._dataloaders
     active = accelerator.gradient_state.active_dataloader
     found: dict[str, Any] = {
@@ -93,7 +92,7 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
     index = None if active is None else _index_of(active, loaders)
     if index is not None and data.of(active) is None:
         epochs = getattr(active, "iteration", None)
-        if epochs is not None:  # counted only when the loop comes back after the last batch
+        if epochs is not None:  # counted only when the loop asks for one more batch
             found["loaders"][index]["iteration"] = epochs + active.end_of_dataloader
         start = getattr(active, "_portus_start", None)
         if start is not None and not active.end_of_dataloader:
@@ -107,10 +106,10 @@ def positions(accelerator: Any, *, with_states: bool) -> dict[str, Any]:
 
 
 def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
-    """Let the loaders go on where ``positions`` was called; the generators have been restored.
+    """Let the loaders continue where ``positions`` was called; the generators have been restored.
 
-    of_main: what the main process saved; ``saved`` is the same where another number of processes
-    did. Raises ``UsageError`` for what a newer Portus saved, and as ``portus.DataCursor``.
+    of_main: the positions of the main process; ``saved`` is the same after saves of another number
+    of processes. Raises ``UsageError`` for those of a newer Portus, and as ``portus.DataCursor``.
     """
     _waiting.clear()
     loaders = accelerator._dataloaders
@@ -133,7 +132,7 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
         zip(loaders, saved["loaders"], of_main["loaders"], strict=False)
     ):
         plain = data.of(loader)
-        # Of the main process, where that one alone loads.
+        # The main process's, if that alone loads.
         own = both[plain is not None and plain.is_dispatched]
         _put(loader, own)
         told = ""
@@ -163,10 +162,10 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
 
 
 def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
-    """Yield what ``__iter__`` of one of Accelerate's loaders does, going on where it has to."""
+    """Yield the batches of a loader of Accelerate, from where it resumes."""
     resumed, plain = _resume(loader), data.of(loader)
     own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
-    if own is not loader:  # of skip_first_batches, which older versions let begin at epoch 0
+    if own is not loader:  # of skip_first_batches, at epoch 0 in older versions
         loader.iteration = own.iteration
     _tell_epoch(loader)
     if resumed is not None:
@@ -183,7 +182,7 @@ def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]
         yield first
         yield from batches
     if resumed is not None and resumed.loader is not loader:
-        # The script went on with a loader of skip_first_batches; its own has to follow.
+        # The script continued with a loader of skip_first_batches; its own has to follow.
         resumed.loader.iteration = getattr(loader, "iteration", 0)
 
 
@@ -195,8 +194,7 @@ def make_loader(
     batch_sampler: Any = None,
     **named: Any,
 ) -> None:
-    """Initialize a loader, as the base class of Accelerate's loaders does, and note how the
-    generators stood before."""
+    """Initialize a loader, as Accelerate's base class does, and note the generators before."""
     to_be = SimpleNamespace(batch_sampler=batch_sampler, **named)
     before, sampler = _start(to_be), _sampler(to_be)
     stock(self, dataset, use_stateful_dataloader, batch_sampler, **named)
@@ -205,8 +203,8 @@ def make_loader(
 
 
 def _tell_epoch(loader: Any) -> None:
-    """Accelerate tells datasets that have ``set_epoch``, but not where a sampler has it too, and
-    not before a stateful loader is given its state."""
+    """Set the epoch of a seeded dataset: Accelerate does not if a sampler has ``set_epoch`` too,
+    nor before a stateful loader gets its state."""
     if isinstance(loader.dataset, portus.SeededDataset):
         loader.dataset.set_epoch(loader.iteration)
 
@@ -220,20 +218,20 @@ def _resume(loader: Any) -> _ResumedLoader | None:
 
 
 def _rewind(loader: Any, resumed: _ResumedLoader) -> None:
-    """Put the generators where they were when this epoch's iterator was made."""
+    """Restore the generators of the moment when this epoch's iterator was made."""
     if resumed.start is not None:
         if resumed.start.get("made") is not None:
             _make_first(loader, resumed.start["made"])
         _restore(loader, resumed.start)
     elif _is_finished(loader):
         start = _start(loader)
-        iter(loader.base_dataloader)  # takes the state of the epoch that is over
+        iter(loader.base_dataloader)  # takes the state of the epoch that has ended
         _restore(loader, start)
 
 
 def _make_first(loader: Any, before: dict[str, Any]) -> None:
-    """Make the iterator of a stateful loader as the first one was, when Accelerate asked for its
-    state: with the generators as they were ``before``. It is the next one that the loader uses."""
+    """Make the iterator of a stateful loader again as the first one, when Accelerate asked for its
+    state: with the generators ``before``. The loader uses it next."""
     if not hasattr(getattr(loader, "base_dataloader", None), _FIRST_WAITS):
         return
     samplers, first = _samplers(loader), getattr(loader, "_portus_sampler", None)
@@ -252,13 +250,13 @@ def _make_first(loader: Any, before: dict[str, Any]) -> None:
 
 
 def _first_made(loader: Any) -> dict[str, Any] | None:
-    """Where the generators were before the first iterator was made, if it is still to be used."""
+    """Return the generators before the first iterator was made, if that is still to be used."""
     waits = getattr(getattr(loader, "base_dataloader", None), _FIRST_WAITS, False)
     return getattr(loader, "_portus_made", None) if waits else None
 
 
 def _is_finished(loader: Any) -> bool:
-    """True for a stateful loader that was given the state of an epoch's end."""
+    """Return True for a stateful loader with the state of an epoch's end."""
     base = getattr(loader, "base_dataloader", None)
     state = getattr(base, "next_iter_state", None)
     return isinstance(state, dict) and bool(state.get("_iterator_finished"))
@@ -266,7 +264,7 @@ def _is_finished(loader: Any) -> bool:
 
 def _index_of(active: Any, loaders: list[Any]) -> int | None:
     """Return the index in ``loaders`` of the active one, or of the one that ``skip_first_batches``
-    made it from; None if it is of none."""
+    made it from; None if neither is in it."""
     same = [index for index, each in enumerate(loaders) if each is active]
     alike = [index for index, each in enumerate(loaders) if each.dataset is active.dataset]
     return next(iter(same + alike), None)
@@ -314,7 +312,7 @@ def _put_generators(loader: Any, states: dict[str, Any]) -> None:
 
 
 def _generators(loader: Any) -> dict[str, torch.Generator]:
-    """The loader's own generators, which draw the order of samples and the seed of workers."""
+    """Return the loader's own generators: of the order of samples and the seed of workers."""
     found = {
         "sampler": getattr(_sampler(loader), "generator", None),
         "loader": getattr(loader, "generator", None),
@@ -323,14 +321,14 @@ def _generators(loader: Any) -> dict[str, torch.Generator]:
 
 
 def _sampler(loader: Any) -> Any:
-    """The innermost sampler: what decides the order."""
+    """Return the innermost sampler, which decides the order."""
     found = _samplers(loader)
     return found[-1] if found else None
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """The loader's sampler, that one's, and so on."""
-    # Not asked whether they are true: that would be whether they are empty, and those of an
+    """Return the loader's sampler, that one's, and so on."""
+    # No test of their truth: that would test whether they are empty, and those of an
     # ``IterableDataset`` have no length.
     found: list[Any] = []
     inner = loader

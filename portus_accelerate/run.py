@@ -1,7 +1,7 @@
 """``accelerate launch -m portus_accelerate.run train.py ...``: a script with the flag on.
 
-Needs neither the environment variable nor the entry point; arguments go on to the script.
-``-m module`` runs a module.
+Needs neither the environment variable nor the entry point; the script gets the arguments. ``-m
+module`` runs a module.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from portus_accelerate import FLAG, is_on, register
 
 
 def main() -> None:
-    """Turn the flag on and run what the arguments name."""
+    """Turn the flag on and run the script or module of the arguments."""
     arguments = sys.argv[1:]
     if not arguments or arguments == ["-m"]:
         sys.exit("usage: python -m portus_accelerate.run [-m] SCRIPT [ARGUMENT ...]")
-    if not is_on():  # else the entry point has seen to it
+    if not is_on():  # else the entry point has registered
         os.environ[FLAG] = "1"
         register()
     if arguments[0] == "-m":

@@ -1,11 +1,11 @@
-"""``Saver``: what stands between one ``Accelerator`` and its checkpoints.
+"""``Saver``: the link between one ``Accelerator`` and its checkpoints.
 
-Each process publishes its own files: the main one all but the random states of the others. What is
-in a directory appears in one step, and its random states with it; so a directory without those of
-the main process was never complete.
+Each process publishes its own files: the main one all but the random states of the others. Its
+files in a directory appear in one step, with its random states; so a directory without the main
+process's random states was never complete.
 
 With a pool the files of the main process are pointers to it: files of torch, which ``torch.load``
-follows. Weights in safetensors become files of torch for that; or they stay files, and are there
+follows. Weights in safetensors become files of torch for that; or they stay files, which exist
 before the pointers.
 """
 
@@ -36,22 +36,22 @@ from portus_accelerate.settings import ACCELERATE, Settings
 _log: Final = logging.getLogger("portus_accelerate")
 
 SAVER: Final = "_portus_saver"
-"""Where an ``Accelerator`` has what saves for it."""
+"""The attribute of an ``Accelerator`` with its Saver."""
 
 _CADENCE: Final = "cadence"
-"""Where it is beside the positions in data, in the file of random states."""
+"""The key of the cadence beside the positions in data, in the file of random states."""
 
 _BYPASSES: Final = {"MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 _STATS_MAX: Final = 256
-"""Saves whose cost is kept for the trackers, where a script logs seldom or never."""
+"""The number of saves whose cost is kept for the trackers, if a script seldom logs."""
 
 
 class Saver:
     """Saves and loads for one ``Accelerator``. Its methods are called on every process."""
 
     def __init__(self, accelerator: Any, settings: Settings) -> None:
-        """Puts in order what a killed run left, before the script looks for checkpoints."""
+        """Prepare for ``accelerator``: repair what a killed run left, before the script looks."""
         self._accelerator: Final = accelerator
         self.training: Final = data.Training(accelerator)
         self.settings: Final = settings
@@ -67,7 +67,7 @@ class Saver:
         self._cadence: portus.Cadence | None = None
         self._preemption: portus.Preemption | None = None
         if settings.pool is not None:
-            portus.allow(settings.pool)  # every process loads, and before anything was saved
+            portus.allow(settings.pool)  # every process loads, and before any save
         self._files: Final = CheckpointFiles(accelerator, settings, is_writer=self._is_writer)
         self.loader: Final = StateLoader(accelerator, self._files, settings)
         if self.is_on():
@@ -75,10 +75,10 @@ class Saver:
             self._files.prepare(place.roots(accelerator.project_dir))
 
     def __reduce__(self) -> tuple[Callable[[Settings], Settings], tuple[Settings]]:
-        return copy.copy, (self.settings,)  # a copy of the Accelerator needs a Saver of its own
+        return copy.copy, (self.settings,)  # a copy of the Accelerator needs its own Saver
 
     def is_on(self) -> bool:
-        """False where checkpoints are left to Accelerate."""
+        """Return False if checkpoints are left to Accelerate."""
         if ACCELERATE.saves_itself():
             return False
         kind = getattr(self._accelerator.distributed_type, "value", "")
@@ -96,7 +96,7 @@ class Saver:
         return what is None
 
     def cadence(self) -> portus.Cadence:
-        """When the loop of the script saves, from the first call on."""
+        """Return the cadence of the script's loop, from the first call on."""
         if self._cadence is None:
             said = self.settings
             every = "auto" if said.every is None else said.every
@@ -106,8 +106,8 @@ class Saver:
         return self._cadence
 
     def should_leave(self) -> bool:
-        """Whether the loop of the script is to save and leave; signals are heard from the first
-        call on."""
+        """Return whether the script's loop should save and leave; signals are handled from the
+        first call on."""
         if self._preemption is None:
             within = self.settings.preempt_within
             signals = () if within == "none" else portus.Preemption.SIGNALS
@@ -116,20 +116,19 @@ class Saver:
         return self._preemption.should_leave()
 
     def save_state(self, stock: Stock, directory: str | None) -> Any:
-        """Start to save what ``stock`` would write; the directory is there when this returns.
+        """Start to save the files that ``stock`` would write. The directory exists at the return.
 
-        directory: what the script asked for, and ``stock`` is given; None where Accelerate makes
-        the name.
+        directory: the script's argument, for ``stock``; None if Accelerate chooses the name.
         """
         project, asked = self._accelerator.project_configuration, directory
         if project.automatic_checkpoint_naming:
             above = os.path.join(self._accelerator.project_dir, "checkpoints")
             directory = os.path.join(above, f"checkpoint_{project.iteration}")
         if directory is None:
-            return stock(asked)  # Accelerate says what is wrong
+            return stock(asked)  # Accelerate raises its error
         named = os.path.abspath(directory)
         # Stock removes the oldest before it saves: with a limit of 1 there is none for a while, and
-        # with a save that fails there stays none.
+        # none stays if the save fails.
         limit, project.total_limit = project.total_limit, None
         try:
             with self._saving(named, self._random_states, limit if self._is_writer else None):
@@ -142,13 +141,13 @@ class Saver:
         self, directory: str, add: Callable[[Capture], object], pooled: re.Pattern[str]
     ) -> Iterator[None]:
         """Save a checkpoint that every process writes inside, as ``save_state`` does. Old ones that
-        are removed there go after the commit. add: puts what is ours into the capture. pooled:
-        with a pool, which files go there."""
+        are removed there go after the commit. add: adds our values to the capture. pooled: the
+        files that go to the pool, if there is one."""
         directory = os.path.abspath(directory)
         if not portus.is_nested():
-            self._files.wait()  # old ones are told by the times of directories
+            self._files.wait()  # the times of directories identify old ones
         with contextlib.suppress(OSError):
-            os.utime(directory)  # one that was cut off is the newest from now on
+            os.utime(directory)  # a cut-off one is the newest from now on
         self.has_saved = True
         with self._saving(directory, add, pooled=pooled):
             yield
@@ -161,10 +160,9 @@ class Saver:
         limit: int | None = None,
         pooled: re.Pattern[str] | None = None,
     ) -> Iterator[None]:
-        """Save what this thread would write into ``directory`` inside of a ``with``. add: puts what
-        is ours into the capture. limit: of the checkpoints beside it, of which older ones are
-        removed then. pooled: with a pool, which files go there as they are; None: all, as
-        files of torch."""
+        """Save the files that this thread would write into ``directory`` inside of a ``with``. add:
+        adds our values to the capture. limit: of the checkpoints beside it; older ones are removed
+        then. pooled: the files that go to the pool as they are; None: all, as files of torch."""
         self._count += 1
         run, number = self._files.begin(directory), place.step_of(directory)
         step = self._count if number is None else number
@@ -173,8 +171,7 @@ class Saver:
         def save(*, now: bool) -> None:
             add(capture)
             parts, removed = dict(capture.parts), list(capture.removed)
-            # A push asks for them in the middle (`flush`): what was saved isn't saved again at the
-            # end.
+            # A push asks for them in the middle (`flush`): these are not saved again at the end.
             capture.parts.clear()
             capture.removed.clear()
             said = note(run.name, step)
@@ -183,14 +180,13 @@ class Saver:
                 if files:
                     shards.append(self._files.plain.save_directory(directory, files, step, said))
             if parts:
-                # Files of the main process make a directory a checkpoint, so they come last
+                # The main process's files make a directory a checkpoint, so they come last
                 # (decision 0210).
                 ready = partial(_all_committed, directory, shards)
                 handles.append(
                     self._files.files.save_directory(directory, parts, step, said, ready)
                 )
-            # Behind the save in the queue: they go once it, or a later one, is committed
-            # (decision 0065).
+            # Behind the save in the queue: they go once that is committed (decision 0065).
             for old in (*_twins(directory, parts), *removed, *place.surplus(directory, limit)):
                 self._files.files.remove(old)
             if now and handles:
@@ -212,50 +208,49 @@ class Saver:
             self._files.close()
 
     def _into(self, stock: Stock, asked: str | None, directory: str) -> Any:
-        """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses a
-        name of its own that is taken."""
+        """Have ``stock`` save, even if a save to this directory was cut off: Accelerate refuses an
+        existing directory of its own naming."""
         project = self._accelerator.project_configuration
         is_cut_off = directory in self.loader.passed_over or why_incomplete(directory)
         if not (project.automatic_checkpoint_naming and is_cut_off):
             return stock(asked)
         project.automatic_checkpoint_naming = False
         try:
-            self._accelerator.wait_for_everyone()  # as it does once it has chosen the name
+            self._accelerator.wait_for_everyone()  # as stock does once it has chosen the name
             return stock(directory)
         finally:
             project.automatic_checkpoint_naming = True
 
     def keep_out_of(self, directory: str) -> None:
-        """Put no pool into ``directory``, all of which is uploaded, unless one was named."""
+        """Put no pool into ``directory``, all of which is uploaded, unless a pool was named."""
         self._files.uploaded = os.path.abspath(directory)
 
     def begin(self, output: str) -> None:
-        """A training starts that saves into ``output``: put in order what is there."""
+        """Begin a training that saves into ``output``: repair the files there."""
         self._over = self.has_saved = False
         self._files.prepare([os.path.abspath(output)])
 
     def follow_data(self) -> None:
-        """Know where the prepared loaders are from now on."""
+        """Follow the prepared loaders from now on."""
         if self.is_on():
             for each in self._accelerator._dataloaders:
                 count, fixed = self._accelerator.num_processes, self.settings.fixed_batch
                 data.follow(each, count, fixed, self.training)
 
     def wait(self) -> None:
-        """Return when all saves are committed, or failed; a failure is reported as ``on_error``
-        says."""
+        """Return when all saves are committed, or failed; report failures as ``on_error`` says."""
         for files in self._engines():
             files.wait()
         self._files.wait()
 
     def _engines(self) -> list[RankFiles]:
-        """What saves the engines of DeepSpeed."""
+        """Return the files of DeepSpeed's engines."""
         found = [deepspeed.files_of(each) for each in self._accelerator._models]
         return [each.files for each in found if each is not None]
 
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
-        """What the saves of this process cost that were committed since the last call. wait: for
-        those in flight too; raises nothing of theirs."""
+        """Return the statistics of this process's saves that were committed since the last call.
+        wait: for those in flight too, without their errors."""
         with contextlib.suppress(portus.UsageError):  # a save of the parent of this forked child
             while self._handles and (wait or self._handles[0].done):
                 handle = self._handles.popleft()
@@ -267,25 +262,25 @@ class Saver:
         return committed
 
     def after_load(self, directory: str) -> None:
-        """Accelerate has restored the generators from ``directory``: let data, and the cadence, go
-        on from there. Raises what is wrong with them, which Accelerate passes over."""
+        """Resume data and the cadence from ``directory``, after Accelerate restored its generators.
+        Raises errors of these states, which Accelerate ignores."""
         saved = self.loader.go_back(directory)
         if saved and saved.get(_CADENCE) is not None:
             self.cadence().load_state_dict(saved[_CADENCE])
 
     def leave(self) -> None:
-        """Training ends with an error, which matters more: finish what is in flight, and say what
-        is wrong with that."""
+        """Finish the saves in flight as training ends with an error, which matters more; report
+        their own errors."""
         try:
             self._files.close()
         except portus.PortusError as error:
             _log.warning("Portus: a save failed: %s", error)
 
     def finish(self) -> None:
-        """Training ends: what is in flight ends too, or is reported. Later saves are durable when
-        they return."""
+        """Finish the saves in flight, or report them, as training ends. Later saves are durable
+        when they return."""
         preemption, self._preemption = self._preemption, None
-        with preemption or contextlib.nullcontext():  # whatever fails, signals are given back
+        with preemption or contextlib.nullcontext():  # whatever fails, signals are restored
             self._over = True
             self._cadence = None
             for files in self._engines():
@@ -298,7 +293,7 @@ class Saver:
         own = capture.parts
         name = RANDOM.format(self._accelerator.process_index)
         if isinstance(own.get(name), dict):
-            # Accelerate's file of them has one name for all processes: it holds those of one.
+            # Accelerate's file of them has one name for all processes: it has those of one.
             states = not self._is_writer
             own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
             if self._cadence is not None:
@@ -307,7 +302,7 @@ class Saver:
 
 
 def _is_writer(accelerator: Any) -> bool:
-    """True in the process that saves what is saved once, or once for each node."""
+    """Return True in the process that saves the common files, once, or once for each node."""
     state = accelerator.state
     if not accelerator.project_configuration.save_on_each_node:
         return bool(state.process_index == 0)
@@ -315,14 +310,14 @@ def _is_writer(accelerator: Any) -> bool:
 
 
 def saver_of(accelerator: Any) -> Saver | None:
-    """Return who saves for ``accelerator``; None if it saves by itself."""
+    """Return the Saver of ``accelerator``; None if Accelerate saves."""
     found = saver_for(accelerator)
     return found if found is not None and found.is_on() else None
 
 
 def saver_for(accelerator: Any) -> Saver | None:
-    """Return who was to save for ``accelerator``, and may leave all to Accelerate; None if nobody
-    turned Portus on."""
+    """Return the Saver of ``accelerator``, which may leave all saves to Accelerate; None if Portus
+    was not turned on."""
     found = accelerator.__dict__.get(SAVER)
     if isinstance(found, Settings):  # the accelerator was copied, or pickled
         found = Saver(accelerator, found)
@@ -337,7 +332,7 @@ def save_state(
     safe_serialization: bool = True,
     **named: Any,
 ) -> Any:
-    """``Accelerator.save_state``, whose files Portus saves."""
+    """Save as ``Accelerator.save_state``, through Portus."""
     saver = saver_of(accelerator)
     if saver is None:
         return stock(accelerator, output_dir, safe_serialization, **named)
@@ -349,8 +344,8 @@ def save_state(
 def _for_pool(
     parts: Mapping[str, Any], pooled: re.Pattern[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The files of a checkpoint that go to the pool, all of them of torch, and those that stay
-    files."""
+    """Return the files of a checkpoint that go to the pool, all of them of torch, and those that
+    stay files."""
     if pooled is not None:
         there = {name: part for name, part in parts.items() if pooled.fullmatch(name)}
         return there, {name: part for name, part in parts.items() if name not in there}
@@ -361,8 +356,8 @@ def _for_pool(
 
 
 def _all_committed(directory: str, shards: Sequence[portus.SaveHandle]) -> None:
-    """Raises ``AbandonedError`` if other files of this checkpoint could not be saved: on the
-    worker, after these saves."""
+    """Raise ``AbandonedError`` if other files of this checkpoint could not be saved: on the worker,
+    after these saves."""
     if not all(each.committed for each in shards):
         raise portus.AbandonedError(
             f"{directory}: save given up: other files of it could not be saved"
@@ -370,7 +365,7 @@ def _all_committed(directory: str, shards: Sequence[portus.SaveHandle]) -> None:
 
 
 def _twins(directory: str, names: Iterable[str]) -> list[str]:
-    """Older weights in ``directory`` as safetensors, which a load would prefer."""
+    """Return older safetensors weights in ``directory``, which a load would prefer."""
     twins = [
         name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
         for name in names
@@ -381,7 +376,7 @@ def _twins(directory: str, names: Iterable[str]) -> list[str]:
 
 
 def _is_temporary(directory: str) -> bool:
-    """True for a directory made by ``tempfile``: whoever made it will upload or move it soon."""
+    """Return True for a directory made by ``tempfile``: its owner will upload or move it soon."""
     top = os.path.realpath(tempfile.gettempdir())
     below = os.path.relpath(os.path.realpath(directory), top).split(os.sep)
     return below[0].startswith(tempfile.gettempprefix())

@@ -14,7 +14,7 @@ import portus
 ACCELERATE: Final = portus.Framework("Accelerate", logging.getLogger("portus_accelerate"))
 
 VARIABLE: Final = "PORTUS_ACCELERATE_CONFIG"
-"""Settings as a JSON object: how ``accelerate launch`` hands them to the processes it starts."""
+"""Settings as a JSON object, from ``accelerate launch`` to the processes that it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +24,15 @@ class Settings(portus.Settings):
     pool: a device for persistent memory, a pool file on it, or the address of a storage host: the
         files of checkpoints are pointers to it. Default: ``$PORTUS_POOL``, or none.
     model: the name of the run in the pool.
-    fixed_batch: what stays the same when a run resumes within an epoch with another number of
-        processes: "local", the batch of each process, or "global", the number of samples in a step
-        of all processes.
+    fixed_batch: the batch that stays the same when a run resumes within an epoch with another
+        number of processes: "local", the batch of each process, or "global", the number of samples
+        in a step of all processes.
     every, max_overhead, mtbf: when to save, as in ``portus.Cadence``. If ``every`` is set,
         ``transformers.Trainer`` saves by it instead of ``save_steps``. Your own loops call
         ``portus_accelerate.should_save``, for which None means "auto".
-    blocking: make each ``save_state`` return when its files are there.
+    blocking: make each ``save_state`` return when its files exist.
     preempt_within: seconds, or a text like "90s", within which a job that receives SIGTERM or
-        SIGUSR1 saves and exits; after that it is ended. This applies to ``transformers.Trainer``,
+        SIGUSR1 saves and exits; after that it is killed. This applies to ``transformers.Trainer``,
         and to loops that call ``portus_accelerate.should_leave``. With "none", Portus leaves these
         signals alone under Trainer.
 
@@ -50,31 +50,31 @@ class Settings(portus.Settings):
 
     def __post_init__(self) -> None:
         portus.Settings.__post_init__(self)
-        if self.pool is not None:  # as text in YAML and JSON
+        if self.pool is not None:  # text in YAML and JSON
             object.__setattr__(self, "pool", portus.Place.parse(self.pool))
         if self.preempt_within != "none":
-            portus.Preemption(self.preempt_within)  # says what makes no sense, now
+            portus.Preemption(self.preempt_within)  # refuses invalid values now
         if (self.every, self.max_overhead, self.mtbf) != (None, portus.Cadence.MAX_OVERHEAD, None):
             every = "auto" if self.every is None else self.every
             portus.parse_cadence(every, self.max_overhead, self.mtbf)
 
     @property
     def pool_at(self) -> portus.Place | None:
-        """The pool that the user named, on a device or on storage hosts; None: there is none."""
+        """Return the pool that the user named, on a device or on storage hosts, or None."""
         return portus.Place.of_pool(self.pool)
 
 
 def from_mapping(values: Mapping[str, object], where: str) -> Settings:
-    """Settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
+    """Return settings from a YAML or JSON object. Raises ``UsageError`` naming unknown keys."""
     known = {each.name for each in fields(Settings)}
     unknown = sorted(set(values) - known)
     if unknown:
         raise portus.UsageError(f"{where}: unknown keys {unknown}; there are {sorted(known)}")
-    return Settings(**values)  # type: ignore[arg-type]  # it looks at each itself
+    return Settings(**values)  # type: ignore[arg-type]  # it checks each itself
 
 
 def from_environment() -> Settings:
-    """What the environment says. Raises ``UsageError``."""
+    """Return the settings of the environment. Raises ``UsageError``."""
     text = os.environ.get(VARIABLE)
     if not text:
         return Settings()
@@ -88,6 +88,6 @@ def from_environment() -> Settings:
 
 
 def to_text(settings: Settings) -> str:
-    """What ``from_environment`` reads."""
+    """Return the text that ``from_environment`` reads."""
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     return json.dumps({key: each for key, each in values.items() if each is not None}, default=str)

@@ -1,7 +1,7 @@
-"""What TorchTitan's checkpoint manager hands to ``torch.distributed.checkpoint``, saved late.
+"""Saves in the background of what TorchTitan's manager passes to ``torch.distributed.checkpoint``.
 
-With TorchTitan 0.3 take ``portus_accelerate.torchtitan.PortusCheckpoints``. With 0.2, two
-lines before the trainer is made:
+With TorchTitan 0.3 use ``portus_accelerate.torchtitan.PortusCheckpoints``. With 0.2, two lines
+before the trainer is made:
 
     from torchtitan.components.checkpoint import CheckpointManager
     portus_accelerate.titan.take_over(CheckpointManager)
@@ -26,7 +26,7 @@ from portus_accelerate.engine_files import tensors_of
 _log: Final = logging.getLogger("portus_accelerate")
 
 _STEP: Final = re.compile(r"step-\d+")
-"""TorchTitan's name of a checkpoint."""
+"""The pattern of TorchTitan's names of checkpoints."""
 
 _WRITER: Final = "_portus_writer"
 
@@ -40,8 +40,8 @@ def save(
     *,
     is_late: bool,
 ) -> Future[None] | None:
-    """Save ``state``, on every rank. is_late: return before it is complete, and what waits for
-    that. ranks: the process group. optimizers: those whose step waits for ``writer.fence``."""
+    """Save ``state``, on every rank. is_late: return a future before the save is complete. ranks:
+    the process group. optimizers: those whose step waits for ``writer.fence``."""
     stepping = optimizers if is_late and optimizers else ()
     handle = writer.save(
         state,
@@ -54,26 +54,25 @@ def save(
 
 
 def purge(writer: PortusStorageWriter, folder: str, count: int) -> None:
-    """Remove all but the newest ``count`` checkpoints, once the newest is complete. By the first
-    rank."""
+    """Have rank 0 remove all but the newest ``count`` checkpoints, once the newest is complete."""
     if dist.get_rank() == 0 and count > 0:
         for path in steps_in(folder)[count:]:
             writer.remove(path)
 
 
 class _SaveFuture(Future[None]):
-    """TorchTitan waits with it before the next save. A failure is told as ``on_error`` says."""
+    """The future that TorchTitan waits for before the next save; ``on_error`` rules its errors."""
 
     def __init__(self, handle: portus.SaveHandle) -> None:
         super().__init__()
         self._handle: Final = handle
 
     def result(self, timeout: float | None = None) -> None:
-        """Block until the save is over."""
+        """Block until the save has ended."""
         self._handle.join()
 
     def done(self) -> bool:
-        """Whether it is over."""
+        """Return whether the save has ended."""
         return self._handle.done
 
 
@@ -83,9 +82,8 @@ def steps_in(folder: str) -> list[str]:
 
 
 def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
-    """Call ``load_step`` with ``step``; where that is -1, the newest, and it is damaged, with the
-    one before it, and so on. What it returns. Raises ``CorruptionError`` if all are damaged, and
-    for a step that was named."""
+    """Return ``load_step(step)``. If ``step`` is -1, the newest, and that is damaged, try the one
+    before it, and so on. Raise ``CorruptionError`` if all are damaged, or a named step is."""
     try:
         return load_step(step)
     except portus.CorruptionError as error:

@@ -18,8 +18,8 @@ from portus_accelerate.titan import load_newest, purge, save
 
 
 class PortusCheckpoints(CheckpointManager):
-    """Saves and loads as ``CheckpointManager``, whose policies it has; the directories are the
-    same. Hugging Face's layout is left to that."""
+    """Saves and loads with the policies of ``CheckpointManager``, to the same directories. That
+    class handles Hugging Face's layout."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -27,10 +27,10 @@ class PortusCheckpoints(CheckpointManager):
         is "disabled"."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-        """"async_with_pinned_mem" is "async": nothing is staged."""
+        """"async_with_pinned_mem" acts as "async": nothing is staged."""
 
         mirror: str | None = None
-        """As of ``portus.Settings``."""
+        """The mirror, as in ``portus.Settings``."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -50,7 +50,7 @@ class PortusCheckpoints(CheckpointManager):
         enable_garbage_collection: bool = False,  # TorchTitan's
         to_hf: bool = False,
     ) -> Any:
-        """See ``CheckpointManager``."""
+        """Save as ``CheckpointManager`` does."""
         if to_hf:
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -66,7 +66,7 @@ class PortusCheckpoints(CheckpointManager):
         from_hf: bool,
         from_quantized: bool,
     ) -> None:
-        """Every byte is verified. Raises ``CorruptionError``."""
+        """Load as ``CheckpointManager`` does; verify every byte. Raises ``CorruptionError``."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -1,12 +1,12 @@
-"""``transformers.Trainer``: it does not use ``save_state``, and writes its checkpoints by itself.
+"""``transformers.Trainer``, which writes its checkpoints itself, without ``save_state``.
 
-With the flag on, weights, optimizer, scheduler, scaler, generators and arguments are written in the
-background, as the files that Trainer writes; they appear together. The small ones that it writes
-itself (configurations, tokenizer, ``trainer_state.json``) are there before, and durable when the
-others appear. Whoever looks at a checkpoint is made to wait for it: callbacks that are told of
-saves, ``load_best_model_at_end``, pushes to a hub. Old checkpoints go after the commit.
+With the flag on, Portus writes weights, optimizer, scheduler, scaler, generators and arguments in
+the background, as the files that Trainer writes; they appear together. The small files that Trainer
+writes (configurations, tokenizer, ``trainer_state.json``) exist before, and are durable when the
+others appear. Readers of a checkpoint wait for it: callbacks with a hook for saves,
+``load_best_model_at_end``, pushes to a hub. Old checkpoints go after the commit.
 
-A checkpoint that was cut off holds small files alone, and is passed over.
+A checkpoint that was cut off has only small files, and is skipped.
 
 With a pool, on a device or a storage host, optimizer, scheduler, scaler and generators are pointers
 to it; weights stay files, since not only torch reads them.
@@ -36,7 +36,7 @@ _WHOLE: Final = ("checkpoint", "all_checkpoints")
 """Strategies of a hub for which whole checkpoints are uploaded."""
 
 _RANDOM: Final = "rng_state"
-"""How the names of the files of random states begin, one for each process."""
+"""The prefix of the files of random states, one for each process."""
 
 _STORED: Final = re.compile(rf"(optimizer|scheduler|scaler)\.pt|{_RANDOM}.*")
 """The files of a checkpoint that go through the pool."""
@@ -53,7 +53,7 @@ _LOADS: Final = (
 
 
 def install() -> None:
-    """Change the loaded ``transformers.trainer``, if it is one that this was made for."""
+    """Change the loaded ``transformers.trainer``, if its version is supported."""
     module: Any = sys.modules["transformers.trainer"]
     version = getattr(sys.modules["transformers"], "__version__", "?")
     names = ("_save_checkpoint", "train", "log")
@@ -119,7 +119,7 @@ def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: A
 
 
 def _is_watched(trainer: Any) -> bool:
-    """True if a callback looks at what was saved as soon as it was."""
+    """Return True if a callback may look at the saved files right after the save."""
     base = sys.modules["transformers.trainer_callback"].TrainerCallback
     return any(
         type(each).on_save is not base.on_save for each in trainer.callback_handler.callbacks
@@ -144,8 +144,8 @@ def _load_verified(stock: Callable[..., Any], self: Any, *given: Any, **named: A
 
 
 def _pushes_all(arguments: Any) -> bool:
-    """True if whole checkpoints are uploaded, while the next steps are made: what is in them has to
-    be there then, as real files."""
+    """Return True if whole checkpoints are uploaded, during the next steps: their files have to
+    exist then, as real files."""
     return bool(arguments.push_to_hub and arguments.hub_strategy in _WHOLE)
 
 
@@ -164,9 +164,9 @@ def _train(
             return stock(self, resume_from_checkpoint, *more, **named)
     output = self.args.output_dir
     if self.args.push_to_hub:
-        saver.keep_out_of(output)  # all that is in it is uploaded
+        saver.keep_out_of(output)  # all its files are uploaded
     if resume_from_checkpoint:
-        # Any name there will do: what counts is the directory above.
+        # Any name will do: only the directory above counts.
         saver.loader.fetch(os.path.join(os.path.abspath(output), "checkpoint-0"))
     saver.begin(output)
     chosen = _choose(self, saver, resume_from_checkpoint)
@@ -183,35 +183,35 @@ def _train(
             raise
         if is_own and not saver.has_saved:
             _rotate_now(self, os.path.abspath(chosen))
-        saver.finish()  # within the time that a signal leaves
+        saver.finish()  # within the time that a signal allows
     return result
 
 
 def _rotate_now(trainer: Any, chosen: str) -> None:
-    """Remove the old checkpoints that the process before would have, after its last save, had it
-    not been killed: Trainer only does it when it saves. chosen: what this training went on from.
-    Nothing goes unless it is the newest: the one that stays may have been cut off."""
+    """Remove the old checkpoints that the killed process would have removed after its last save:
+    Trainer only does it at a save. chosen: the checkpoint this training resumed from. Remove
+    nothing unless that is the newest: the one that stays may have been cut off."""
     module: Any = sys.modules["transformers.trainer"]
     if trainer.args.should_save and _is_newest(chosen):
         module.rotate_checkpoints(
             output_dir=trainer.args.output_dir,
             save_total_limit=trainer.args.save_total_limit,
             best_model_checkpoint=trainer.state.best_model_checkpoint,
-            # As Trainer's own call says.
+            # As in Trainer's own call.
             use_mtime=True,
         )
 
 
 def _is_newest(checkpoint: str) -> bool:
-    """True if none beside it is newer, by its step or by its time: Trainer goes by either."""
+    """Return True if none beside it is newer, by its step or by its time: Trainer uses either."""
     steps = place.numbered_directories(os.path.dirname(checkpoint), NAME)
     times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
     return steps[-1:] == times[-1:] == [checkpoint]
 
 
 def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
-    """Let a ``Trainer`` save when the cadence says, if that is what the settings say, it saves by
-    steps, and its script has no such callback."""
+    """Let a ``Trainer`` save by the cadence, if the settings have one, it saves by steps, and its
+    script has no such callback."""
     from portus_accelerate.callback import PortusCallback
 
     said, callbacks = saver.settings, trainer.callback_handler.callbacks
@@ -225,7 +225,7 @@ def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
 def _log_values(
     stock: Callable[..., None], self: Any, logs: dict[str, float], *more: Any, **named: Any
 ) -> None:
-    is_last = "train_runtime" in logs  # trackers are closed after that
+    is_last = "train_runtime" in logs  # trackers close after that
     stock(self, logs, *more, **named)
     saver = saver_of(self.accelerator)
     for stats in () if saver is None else saver.take_stats(wait=is_last):
@@ -233,7 +233,7 @@ def _log_values(
 
 
 def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
-    """Give all callbacks that log what they log, but for those that print it. It is no part of the
+    """Pass ``metrics`` to all callbacks that log, but those that print. They are not added to the
     history in ``trainer_state.json``."""
     callbacks: Any = sys.modules["transformers.trainer_callback"]
     prints = (callbacks.PrinterCallback, callbacks.ProgressCallback)
@@ -243,8 +243,8 @@ def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
 
 
 def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
-    """What to resume from: the newest checkpoint that all processes finished, if none is named.
-    Raises ``UsageError`` for one whose save was cut off."""
+    """Return the checkpoint to resume from: ``asked``, or the newest one that all processes
+    finished. Raise ``UsageError`` for one whose save was cut off."""
     if isinstance(asked, str | os.PathLike):
         saver.loader.raise_if_any(why_incomplete(os.fspath(asked), is_complete))
     if asked is not True:
@@ -255,7 +255,7 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
         output, place.numbered_directories(output, NAME) if is_here else []
     )
     if not beside:
-        return asked  # Trainer says that there is none
+        return asked  # Trainer reports that there is none
     own = "rng_state.pth" if count == 1 else f"rng_state_{trainer.args.process_index}.pth"
 
     def is_finished(path: str) -> bool:

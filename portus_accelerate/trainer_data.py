@@ -1,11 +1,10 @@
-"""Where the training data of a ``transformers.Trainer`` is: saved with its random states, and gone
-on with.
+"""The position in the training data of a ``transformers.Trainer``, saved with its random states.
 
-Trainer counts in steps: it takes the newest one for so many epochs of as many steps as one has now,
-and passes over the rest by ``skip_first_batches``. That holds while the number of processes, and
-with it the length of an epoch, stays. Where it does not, Trainer is told here in which epoch it is,
-how many batches were given, and how long this epoch and all of the training are; an epoch that goes
-on with other processes has as many batches as were given and as are left.
+Trainer counts in steps: it divides the newest step by the present steps of an epoch, and skips the
+rest by ``skip_first_batches``. That is right while the number of processes, and with it the length
+of an epoch, stays the same. If not, this module tells Trainer the epoch, the number of delivered
+batches, and the lengths of this epoch and of the training. An epoch that continues with other
+processes has its delivered and its remaining batches.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from portus_accelerate.saver import saver_of
 from portus_accelerate.settings import ACCELERATE
 
 KEY: Final = "portus_data"
-"""Where it is in a file of random states: {"format": 1, "epoch": how many are done, "processes":
-how many saved, "plain": see ``data``}."""
+"""The key in a file of random states: {"format": 1, "epoch": the number of done ones, "processes":
+the number that saved, "plain": see ``data``}."""
 
 _FORMAT: Final = 1
 _OWN: Final = "_portus_training_data"
@@ -36,15 +35,15 @@ class _Training:
 
     plain: data.PlainLoader
     epoch: int = 0
-    """The one that runs, or is to be gone on with; those before it are done."""
+    """The epoch that runs, or is to be continued; those before it are done."""
     delivered: int = 0
-    """Batches of it that were trained before."""
+    """The batches of the epoch that were trained before."""
     goes_on: bool = False
-    """Whether a checkpoint said so, and Trainer's own count does not."""
+    """Whether a checkpoint gave a place that differs from Trainer's own count."""
     step: int = 0
-    """The global step as it began, in this run."""
+    """The global step at the start of the epoch, in this run."""
     batches: int = 0
-    """How many it has."""
+    """The number of its batches."""
 
 
 METHODS: Final = (
@@ -53,12 +52,12 @@ METHODS: Final = (
     "_init_training_state",
     "_run_epoch",
 )
-"""Of ``Trainer``: those that others are put in the place of."""
+"""The methods of ``Trainer`` that are replaced."""
 
 
 def changes(trainer: Any) -> dict[str, Callable[..., Any]]:
-    """Return what is called in place of methods of the class ``Trainer``; nothing for one that does
-    not have them, which counts by itself."""
+    """Return the replacements for methods of the class ``Trainer``; none for a class without these
+    methods, which counts itself."""
     if not all(hasattr(trainer, name) for name in METHODS):
         return {}
     methods: list[Callable[..., Any]] = [_loop, _values, _initial_state, _epoch]
@@ -66,7 +65,7 @@ def changes(trainer: Any) -> dict[str, Callable[..., Any]]:
 
 
 def add_to(states: dict[str, Any], trainer: Any) -> None:
-    """Add where the data is to the random states that this process saves."""
+    """Add the position in the data to the random states that this process saves."""
     training = _of(trainer)
     if training is None:
         return
@@ -91,7 +90,7 @@ def _loop(
     *more: Any,
     **named: Any,
 ) -> Any:
-    """Remember the checkpoint that is resumed from, until its data is known."""
+    """Remember the checkpoint that is resumed from, until its position is known."""
     vars(self)[_OWN] = resume_from_checkpoint
     try:
         return stock(self, batch_size, args, resume_from_checkpoint, *more, **named)
@@ -100,7 +99,7 @@ def _loop(
 
 
 def _values(stock: Callable[..., Any], self: Any, args: Any, dataloader: Any) -> Any:
-    """Return how many steps there are: the epochs, and all."""
+    """Return the numbers of epochs, steps and batches, as the stock method does."""
     found = stock(self, args, dataloader)
     is_ours = _OWN in vars(self) and saver_of(self.accelerator) is not None
     plain = data.of(dataloader) if is_ours else None
@@ -116,7 +115,7 @@ def _values(stock: Callable[..., Any], self: Any, args: Any, dataloader: Any) ->
     if saved is None or not _go_on(training, saved, self):
         return found
     if (training.epoch, training.delivered, len(dataloader), plain.whole) == counted:
-        return found  # so Trainer finds itself
+        return found  # Trainer finds the same place itself
     training.goes_on = True
     steps = _steps(plain.whole, per_step)
     done = training.epoch
@@ -132,7 +131,7 @@ def _values(stock: Callable[..., Any], self: Any, args: Any, dataloader: Any) ->
 
 
 def _initial_state(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
-    """Return where the training begins."""
+    """Return the epoch and the batch at which the training begins."""
     found = stock(self, *given, **named)
     training = _of(self)
     if training is None or not training.goes_on:
@@ -162,7 +161,7 @@ def _of(trainer: Any) -> _Training | None:
 
 
 def _go_on(training: _Training, saved: Mapping[str, Any], trainer: Any) -> bool:
-    """Let the loader go on; False if it cannot."""
+    """Let the loader continue; return False if it cannot."""
     told = training.plain.load_state_dict(saved["plain"])
     if told:
         if trainer.is_world_process_zero():
@@ -175,8 +174,8 @@ def _go_on(training: _Training, saved: Mapping[str, Any], trainer: Any) -> bool:
 
 
 def _read_saved(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] | None:
-    """What this process saved, or the main one if there were others or ``is_of_main``; None if
-    nothing was. Raises ``UsageError`` for what a newer Portus saved."""
+    """Return the state that this process saved, or the main one if there were others or
+    ``is_of_main``; None without one. Raise ``UsageError`` for a newer Portus's."""
     if checkpoint is None:
         return None
     of_main = _states(checkpoint, "rng_state_0.pth") or _states(checkpoint, "rng_state.pth")
@@ -189,8 +188,8 @@ def _read_saved(checkpoint: Any, args: Any, is_of_main: bool) -> dict[str, Any] 
 
 
 def processes_of(checkpoint: str) -> int | None:
-    """How many processes saved it; None if nothing says so. Raises nothing: whoever loads it hears
-    what is wrong."""
+    """Return the number of processes that saved the checkpoint; None if unknown. Raises nothing: a
+    load reports errors."""
     try:
         found = _states(checkpoint, "rng_state_0.pth") or _states(checkpoint, "rng_state.pth")
         return None if found is None else int(found["processes"])
