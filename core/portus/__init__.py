@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The public names and where each lives; after a colon, what it is called there if not the same.
-# The TYPE_CHECKING block above says it to type checkers; tests/unit/test_face.py compares the two.
+# The public names, with the module of each; after a colon, its name there if that differs. The
+# TYPE_CHECKING block above is for type checkers; tests/unit/test_face.py compares the two.
 _MODULE_OF: Final = {
     "AbandonedError": "portus.errors",
     "BusyError": "portus.errors",

@@ -1,4 +1,4 @@
-"""``python -m portus`` is the command ``portus``."""
+"""Run the command ``portus`` by ``python -m portus``."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Lets ``torch.load`` follow pointers in programs that never import Portus.
+"""The registration that lets ``torch.load`` follow pointers without an import of Portus.
 
 ``register`` runs at the end of ``import torch``, by the entry point in ``portus_in_torch``. So it
-imports nothing: what it loads, every program on the machine pays for (under 2 ms on 2 cores).
+imports nothing: every program on the machine pays for its time (under 2 ms on 2 cores).
 """
 
 from __future__ import annotations
 
 
 def this_is_a_pointer_run_portus_export(text: str) -> object:
-    """What ``torch.load`` calls for a pointer; ``text`` is the string in it.
+    """Return the state of a pointer; ``torch.load`` calls this with ``text``, the string in it.
 
-    Named so that a machine without Portus prints what to do. Returns the verified state, on the
+    The name tells the user of a machine without Portus what to do. The state is verified, on the
     CPU or, for ``map_location="meta"``, without memory. Raises ``PortusError``.
     """
     from portus.reach.pools.resolve import load_text
@@ -24,12 +24,12 @@ this_is_a_pointer_run_portus_export.__qualname__ = "this_is_a_pointer_run_portus
 
 
 def register() -> None:
-    """Allow the one global of pointers for ``torch.load``. Any number of calls is one."""
+    """Allow the one global of pointers for ``torch.load``. May be called again."""
     try:
         from torch.serialization import add_safe_globals
 
         add_safe_globals([this_is_a_pointer_run_portus_export])
-    except ImportError:  # torch is older, or not whole: its load then says what it does not know
+    except ImportError:  # torch is older, or incomplete: its load then names the unknown global
         return
 
 

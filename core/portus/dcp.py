@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` through Portus: a part of the public face. Needs torch.
+"""The public functions and classes for ``torch.distributed.checkpoint``. Needs torch.
 
 ``save``, ``async_save``, ``load`` and ``load_newest`` are whole calls. ``PortusStorageWriter`` and
 ``PortusStorageReader`` are for torch's own ``dcp.save`` and ``dcp.load``.

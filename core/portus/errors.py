@@ -1,9 +1,9 @@
-"""Every error that Portus raises on purpose, sorted by who has to act.
+"""The errors that Portus raises on purpose, by who has to act.
 
-A message says what, where, expected, found, and what to do. Foreign errors (``OSError``) become
-one of these at the seam where they arise (``media``, ``transport``), with ``from``. What a stranger
-says goes into one through ``printable``. No message has the user information of an address: an
-address that is refused is quoted, and may hold a password.
+A message says what, where, expected, found, and what to do. Foreign errors (``OSError``) become one
+of these at the seam where they arise (``media``, ``transport``), with ``from``. Text from outside
+goes through ``printable`` first. No message has the user information of an address: messages quote
+refused addresses, which may hold a password.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from typing import Final
 
 HIDDEN: Final = "***"
-"""What stands for a secret."""
+"""The text in place of a secret."""
 
 _SCHEME: Final = r"[A-Za-z][A-Za-z0-9+.\-]*:/{1,3}"
 _QUOTED: Final = re.compile(
@@ -23,21 +23,21 @@ _BARE: Final = re.compile(
     r"(?P<rest>[^\s/@:]*:(?![\d\s])(?:(?!://|: )[^\n])*?@[^\s'\"<>]*|[^\s'\"<>]*)"
 )
 _USER: Final = re.compile(r"(^|[\s/'\"(\[,])[^\s/@:'\"(\[,]+:[^\s/@'\"]+@(?=[A-Za-z\[])")
-"""User information without a scheme. What follows the @ of a step is a number."""
+"""User information without a scheme. The text after the @ of a step is a number."""
 
 _WHOLE: Final = re.compile(rf"(?P<start>{_SCHEME}|)(?P<rest>.*)", re.S)
 _AUTHORITY: Final = re.compile(r"[^/?#]*")
 _TENANT: Final = re.compile(r"[\[A-Za-z0-9_.-]*")  # with a bracket in what explains the form
 _CUT_MIN: Final = 100
-"""Characters of an authority without an @ from which it may be one that was cut off."""
+"""Characters of an authority without an @ from which it may have been cut off."""
 _HOSTS: Final = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d{0,5})?(\+.*)?", re.S)
 
 
 def mask(text: str, *, is_address: bool = False) -> str:
-    """Return ``text`` with ``***`` for what may be a secret in the addresses in it: users and
-    passwords, queries and fragments. A tenant of a storage host is not one.
+    """Return ``text`` with ``***`` for possible secrets in its addresses: users and passwords,
+    queries and fragments. A tenant of a storage host is not a secret.
 
-    is_address: all of it is one address, whatever is wrong with it; it may lack the scheme.
+    is_address: the whole text is one address, valid or not; it may lack the scheme.
     """
     if is_address:
         return _WHOLE.sub(_mask_address, text, count=1)
@@ -69,8 +69,8 @@ def _mask_address(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with escapes for all that would not be seen as it is: what moves the cursor of a
-    terminal or ends a line, what changes the direction of text, and surrogates."""
+    """Return ``text`` with escapes for characters that are not seen as they are: those that move a
+    terminal's cursor or end a line, that change the direction of text, and surrogates."""
     if text.isprintable():
         return text
     escaped = (each if each.isprintable() else ascii(each)[1:-1] for each in text)
@@ -78,7 +78,7 @@ def printable(text: str) -> str:
 
 
 class PortusError(Exception):
-    """Root of the tree. Never raised itself."""
+    """The root of all errors. Never raised itself."""
 
     def __new__(cls, *arguments: object, **_: object) -> PortusError:
         return super().__new__(cls, *map(_safe, arguments))  # OSError takes its own from here
@@ -104,11 +104,11 @@ class MediumError(PortusError, OSError):
 
 
 class BusyError(MediumError):
-    """Another process holds the pool for writing; it is named in the message. Try again later."""
+    """Another process, which the message names, holds the pool for writing. Try again later."""
 
 
 class StaleError(PortusError):
-    """The version was retired while it was being read. Ask for the newest again."""
+    """The version was retired during the read. Ask for the newest again."""
 
 
 class AbandonedError(PortusError):

@@ -1,5 +1,5 @@
-"""Embedding tables that are their own checkpoint: after each batch, the rows that it changed are
-made durable, and only these rows are written. A part of the public face.
+"""Embedding tables that are their own checkpoint: after each batch, the changed rows are written
+and made durable, and only these. A part of the public interface.
 
 ``tables = portus.embedding.protect(model, optimizer, pool="run.portus")``; then train.
 """

@@ -1,4 +1,4 @@
-"""The name by which pickles of states know the class ``Elsewhere``: it stays."""
+"""The module of the class ``Elsewhere`` for pickles of states, which name it: keep it."""
 
 from __future__ import annotations
 

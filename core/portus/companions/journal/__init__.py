@@ -1,1 +1,1 @@
-"""What a run writes down of itself, and what follows from it. Pure: no I/O, clock or thread."""
+"""The records that a run writes of itself, and reports from them. Pure: no I/O, clock or thread."""

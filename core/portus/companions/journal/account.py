@@ -1,19 +1,19 @@
-"""Where the time of a training went: goodput, and what each restart lost.
+"""The time account of a training: goodput, and the loss of each restart.
 
-Goodput is the share of wall time in which a training did what it has to show: the steps that are
-kept, times what a step takes without saves, over the time from the first session's begin to the
-last sign of life, the time in which nothing ran included. Source: Google's ML Goodput ("Introducing
-ML Productivity Goodput", 2024): productive step time over elapsed time, where steps that a restart
+Goodput is the share of wall time that produced kept steps: the number of kept steps, times the
+duration of a step without saves, over the time from the first session's start to the last sign of
+life, including the time in which nothing ran. Source: Google's ML Goodput ("Introducing ML
+Productivity Goodput", 2024): productive step time over elapsed time, where steps that a restart
 repeats, saves, and the time until a job runs again are not productive.
 
-Steps are counted through restarts. A session goes on from a place: that of the version that it
-loaded, which is the place its own session had reached when it saved it. What a restart loses are
-the steps from there to the last one that was run before. A session that loaded nothing begins anew:
-if the one before was killed, or failed to commit anything, that restart lost all; if it was closed,
-another training begins, and a report is about the newest one.
+Steps are counted through restarts. A session continues from the place of the version that it
+loaded: the place that an earlier session had reached when it saved that. A restart loses the steps
+from there to the last one that ran before. A session that loaded nothing starts anew: if the one
+before was killed, or committed nothing, that restart lost all; if it was closed, another training
+begins, and a report is about the newest one.
 
-Where no version tells (one that was made a real file, say), the step numbers of saves do, if they
-count the optimizer's steps: then a session whose first save is called n, after m steps, went on
+If no version gives the place (one that became a real file, say), the step numbers of saves do, if
+they count the optimizer's steps: a session whose first save is called n, after m steps, continued
 from n - m.
 """
 
@@ -39,8 +39,8 @@ from portus.companions.journal.lines import (
 
 @dataclass(slots=True)
 class Session:
-    """The lines of one session. ``ended`` is None if nobody knows how it ended: then it came at
-    least as far as its lines say."""
+    """The lines of one session. ``ended`` is None if its end is unknown: then the session reached
+    at least the step of its lines."""
 
     begun: SessionBegun
     saved: list[Saved] = field(default_factory=list)
@@ -51,12 +51,12 @@ class Session:
 
     @property
     def steps(self) -> int:
-        """The steps that were done, as far as is known."""
+        """Return the number of steps done, as far as is known."""
         return max((each.steps for each in self._lines()), default=0)
 
     @property
     def last_s(self) -> float:
-        """The last sign of life."""
+        """Return the time of the last sign of life."""
         return max([self.begun.at_s, *(each.at_s for each in self._lines())])
 
     def _lines(self) -> Iterator[Saved | Failed | IntervalDecided | SessionEnded]:
@@ -68,37 +68,37 @@ class Session:
 
     @property
     def elapsed_s(self) -> float:
-        """The seconds from the session's start to its last sign of life."""
+        """Return the seconds from the session's start to its last sign of life."""
         return self.last_s - self.begun.at_s
 
     @property
     def sums(self) -> FoldedLines:
-        """The sums of all its lines, those that were taken out too."""
+        """Return the sums of all its lines, including folded ones."""
         none = FoldedLines(session=self.begun.session)
         lines: list[Line] = [*self.saved, *self.failed]
         return functools.reduce(add_line, lines, self.folded or none)
 
     @property
     def is_closed(self) -> bool:
-        """True if it ended by itself; else it was killed, or runs."""
+        """Return True if the session closed the run; else it was killed, or still runs."""
         return self.ended is not None and self.ended.closed
 
     def work_s(self, steps: int) -> float:
-        """What its first steps take without saves: known at its saves and at its end, and between
-        them in proportion."""
+        """Return the time of its first ``steps`` without saves: known at its saves and at its end,
+        in proportion between them."""
         points = {0: 0.0, **{each.steps: each.work_s for each in self.saved}}
         if self.ended is not None:
             points[self.ended.steps] = self.ended.work_s
         before = max(point for point in points if point <= steps)
         after = min((point for point in points if point > steps), default=None)
-        if after is None:  # nobody knows how it ended
+        if after is None:  # its end is unknown
             step_s = points[before] / before if before else 0.0
             return points[before] + (steps - before) * step_s
         share = (steps - before) / (after - before)
         return points[before] + share * max(0.0, points[after] - points[before])
 
     def steps_at(self, token: str) -> int | None:
-        """How many steps it had done when it asked for this version; None if it never did."""
+        """Return the number of steps done at the request of this version, or None."""
         for save in self.saved:
             if save.token == token:
                 return save.steps
@@ -107,7 +107,7 @@ class Session:
 
 
 def sessions(lines: Iterable[Line]) -> list[Session]:
-    """What the lines say of each session, in the order in which they began."""
+    """Return the sessions of ``lines``, in the order in which they began."""
     found: dict[str, Session] = {}
     rest: list[Line] = []
     for line in lines:
@@ -139,11 +139,10 @@ def sessions(lines: Iterable[Line]) -> list[Session]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """A session that goes on with a training. ``time_ns``: when it began. ``down_s``: nothing ran
-    before. ``resumed_step``: of the version it went on from, as the training calls it; None: it
-    began anew. ``at``: its place, in steps of this training. ``lost_steps``, ``lost_s``: what was
-    done beyond that place before; at least so much, if not ``is_exact``. ``killed``: how the one
-    before ended."""
+    """A session that continues a training. ``time_ns``: its start. ``down_s``: the time without a
+    process before. ``resumed_step``: the training's number of the version's step; None: it started
+    anew. ``at``: its place, in steps of this training. ``lost_steps``, ``lost_s``: the work beyond
+    that place before; at least so much, if not ``is_exact``. ``killed``: the session before was."""
 
     time_ns: int
     down_s: float
@@ -160,7 +159,7 @@ Placed = TypeVar("Placed", Saved, IntervalDecided)
 
 @dataclass(frozen=True, slots=True)
 class PlacedLine(Generic[Placed]):
-    """A line by its place in the training. ``time_s``: since the training began."""
+    """A line with its place in the training. ``time_s``: since the training began."""
 
     time_s: float
     at: int
@@ -169,7 +168,7 @@ class PlacedLine(Generic[Placed]):
 
 @dataclass(frozen=True, slots=True)
 class SessionSpan:
-    """A session by its place in the training: from ``begin_s``, at the step ``base``, with
+    """A session with its place in the training: from ``begin_s``, at the step ``base``, with
     ``base_s`` of work done, to ``end_s``, at the step ``end``."""
 
     session: Session
@@ -179,12 +178,12 @@ class SessionSpan:
 
     @property
     def end(self) -> int:
-        """The step at its end."""
+        """Return the step at its end."""
         return self.base + self.session.steps
 
     @property
     def end_s(self) -> float:
-        """The moment of its end."""
+        """Return the time of its end."""
         return self.begin_s + self.session.elapsed_s
 
     def work_s(self, steps: int | None = None) -> float:
@@ -192,19 +191,19 @@ class SessionSpan:
         return self.base_s + self.session.work_s(self.session.steps if steps is None else steps)
 
     def place(self, line: Placed) -> PlacedLine[Placed]:
-        """Return a line of this session by its place."""
+        """Return a line of this session with its place."""
         time_s = self.begin_s + line.at_s - self.session.begun.at_s
         return PlacedLine(time_s, self.base + line.steps, line)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Where the time of one training went. Seconds of wall time; sizes in bytes.
+    """The time account of one training. Seconds of wall time; sizes in bytes.
 
-    ``wall_s`` is ``kept_s`` (the steps kept, without what saves added), ``lost_s`` (steps that
-    restarts threw away), ``saves_s`` (what saves added), ``down_s`` (nothing ran), and ``other_s``:
+    ``wall_s`` is ``kept_s`` (the kept steps, without the cost of saves), ``lost_s`` (steps that
+    restarts discarded), ``saves_s`` (the cost of saves), ``down_s`` (nothing ran), and ``other_s``:
     all else, such as starts, validations and waits for data. ``steps``: kept. ``pending_steps``:
-    of them, what a kill now would lose. ``earlier``: trainings before this one in the journal.
+    those of them that a kill now would lose. ``earlier``: the number of older trainings.
     """
 
     begun_ns: int
@@ -231,34 +230,34 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """See the module; 0 to 1."""
+        """Return the goodput, see the module; 0 to 1."""
         return min(1.0, self.kept_s / self.wall_s) if self.wall_s else 0.0
 
     @property
     def goodput_up(self) -> float:
-        """The goodput within the time in which a session ran."""
+        """Return the goodput within the time in which a session ran."""
         up_s = self.wall_s - self.down_s
         return min(1.0, self.kept_s / up_s) if up_s else 0.0
 
     @property
     def overhead(self) -> float:
-        """What saves added to the time of steps, as a share of it."""
+        """Return the time that saves added to steps, as a share of it."""
         worked_s = self.kept_s + self.lost_s
         return self.saves_s / worked_s if worked_s else 0.0
 
     @property
     def step_s(self) -> float:
-        """A step without saves, on the mean; 0 if unknown."""
+        """Return the mean time of a step without saves; 0 if unknown."""
         return self.kept_s / self.steps if self.steps else 0.0
 
     @property
     def median_blocked_s(self) -> float:
-        """The median of the seconds that one save blocked; 0 without any save."""
+        """Return the median of the seconds that one save blocked; 0 without any save."""
         return statistics.median([each.line.blocked_s for each in self.saves] or [0.0])
 
 
 def account(lines: Iterable[Line]) -> Account | None:
-    """Where the time of the newest training of a journal went; None if none began."""
+    """Return the account of the newest training of a journal; None if none began."""
     spans: list[SessionSpan] = []
     restarts: list[Restart] = []
     earlier = 0
@@ -293,12 +292,12 @@ def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier:
     wall_s = last.end_s
     sums = [each.session.sums for each in spans]
     saves = [each.place(line) for each in spans for line in each.session.saved]
-    # Times are measured, and medians among them: none may take what another has.
+    # Times are measured, and some are medians: none may take another's time.
     down_s = sum(each.down_s for each in restarts)
     up_s = max(0.0, wall_s - down_s)
     kept_s = min(last.work_s(), up_s)
     lost_s = min(sum(each.lost_s for each in restarts), up_s - kept_s)
-    # The cost of a save is a difference of times: of one session it may be measured under 0.
+    # The cost of a save is a difference of times: one session's may be measured below 0.
     cost_s = sum(max(0.0, each.cost_s) for each in sums)
     saves_s = min(cost_s, up_s - kept_s - lost_s)
     committed = [save.at for save in saves if save.at <= last.end]
@@ -328,7 +327,7 @@ def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier:
 
 
 def _origin(session: Session, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
-    """The place that a session went on from, and the work that was done by then; None: anew."""
+    """Return the place that a session continued from, and the work done by then; None: anew."""
     begun = session.begun
     if begun.resumed is not None:
         for before in reversed(spans):
@@ -340,7 +339,7 @@ def _origin(session: Session, spans: Sequence[SessionSpan]) -> tuple[int, float]
 
 
 def _number_of(step: int, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
-    """The place that a training calls ``step``, if its numbers count the optimizer's steps."""
+    """Return the place that a training calls ``step``, if its numbers count optimizer steps."""
     for before in reversed(spans):
         for save in reversed(before.session.saved):
             if save.step == step:
@@ -354,8 +353,7 @@ def _number_of(step: int, spans: Sequence[SessionSpan]) -> tuple[int, float] | N
 
 
 def _resumed_step(session: Session) -> int | None:
-    """Return the step that a session went on from, as the training calls it; None if nothing
-    tells."""
+    """Return the step that a session continued from, as the training calls it; None if unknown."""
     if session.begun.resumed_step is not None or not session.saved:
         return session.begun.resumed_step
     first = session.saved[0]
@@ -363,7 +361,7 @@ def _resumed_step(session: Session) -> int | None:
 
 
 def _gap(before: Session, after: Session) -> float:
-    """Seconds in which neither ran: by the clock that nobody sets, if the machine was up."""
+    """Return the seconds in which neither ran: by the clock since boot, if not rebooted since."""
     one, other = before.begun, after.begun
     if one.boot and one.boot == other.boot:
         return max(0.0, other.at_s - before.last_s)

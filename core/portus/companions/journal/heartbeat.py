@@ -1,9 +1,9 @@
-"""The heartbeat: one page in which a session leaves its last step, whenever it is killed.
+"""The heartbeat: one page with a session's last step, whenever the session is killed.
 
-The page is mapped, and stored to after each step; what a kill leaves of it is what the session had
-stored by then. Two places take turns, so one of them is whole: a count, when that step ended, what
-all took, and a check. Four more take turns for the newest saves that were asked for. The rest is
-the line ``begun`` of the session, as in its journal: who finds the page alone knows whose it is.
+The page is mapped, and stored to after each step; a kill leaves what was stored by then. Two places
+take turns, so one of them is whole: the count of steps, the time at which the last one ended, the
+time that all took, and a check. Four more take turns for the newest requested saves. The rest is
+the line ``begun`` of the session, as in its journal, so the page alone identifies its session.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BEAT: Final = Record(
         Field("check", "Q", "the three, and `PORTBEAT` as a number, combined by exclusive or"),
     ),
 )
-"""Places at bytes 64 and 128: the step n is in place n modulo 2."""
+"""Places at bytes 64 and 128: step n is in place n modulo 2."""
 
 ASKED: Final = Record(
     "save asked for",
@@ -77,7 +77,7 @@ _CHECKED: Final = 40
 
 
 def page(begun: SessionBegun) -> bytes:
-    """The page of a session that has done nothing yet."""
+    """Return the page of a session that has not done any step yet."""
     line = encode(begun)
     assert len(line) <= PAGE - LINE, f"{len(line)} bytes of a session's line"
     head = HEAD.pack(magic=MAGIC, format=FORMAT, length=len(line))
@@ -85,24 +85,23 @@ def page(begun: SessionBegun) -> bytes:
 
 
 def beat(into: Buffer, steps: int, at_ns: int, work_ns: int) -> None:
-    """A step has ended. For each step: no more than it takes."""
-    # A kill may come between the stores: the check tells.
+    """Record the end of a step. Runs at each step, so it has to be fast."""
+    # A kill may come between the stores: the check reveals it.
     check = steps ^ at_ns ^ work_ns ^ _SALT
     _BEAT.pack_into(into, BEATS[steps & 1], steps, at_ns, work_ns, check)
 
 
 def ask(into: Buffer, number: int, asked: SaveRequested | Saved) -> None:
-    """The save ``number`` of this session, from 1 on, was asked for."""
+    """Record the request of save ``number`` of this session, from 1 on."""
     values = number, asked.steps, asked.step, bytes.fromhex(asked.token)
     check = zlib.crc32(ASKED.row(*values, 0)[:_CHECKED])
     _ASKED.pack_into(into, SAVES[number & 3], *values, check)
 
 
 def read(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
-    """Return the session that a page belongs to, and how far it came. ``name``: of the file, for
-    errors.
+    """Return the session that a page belongs to, and its end. ``name``: of the file, for errors.
 
-    Raises ``UsageError`` for a newer format, ``CorruptionError`` for what is none.
+    Raises ``UsageError`` for a newer format, ``CorruptionError`` for other bytes.
     """
     if len(data) != PAGE or data[:16] != MAGIC:
         raise CorruptionError(f"{name}: expected a heartbeat, found something else")

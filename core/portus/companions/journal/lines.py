@@ -1,13 +1,13 @@
-"""The lines of a journal: what became of a run, one fact a line.
+"""The lines of a journal: the history of a run, one fact a line.
 
-A line is the crc32 of what follows the space, 8 hex digits, and one JSON object: its ``kind``, and
-fields by name. Lines are only added. What is cut off at the end of a file was being written, and
-is passed over; so are damaged lines, which are counted, and kinds that this Portus does not know.
-A line before each session says the format; a journal with one of a newer format is refused.
+A line is the crc32 of the text after the space, 8 hex digits, and one JSON object: its ``kind``,
+and fields by name. Lines are only added. Readers skip an incomplete line at the end, which was
+being written, damaged lines, which they count, and kinds that this Portus does not know. A line
+before each session has the format; readers refuse a journal of a newer format.
 
-Moments ``at_s`` are seconds of the machine's clock since its boot, sleep included: nobody sets that
-clock. ``time_ns`` is the wall clock, read once for each session; it places sessions of different
-boots, and nothing else depends on it.
+Moments ``at_s`` are seconds of the machine's clock since its boot, sleep included: that clock
+cannot be set. ``time_ns`` is the wall clock, read once for each session; it places sessions of
+different boots, and nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from portus.errors import CorruptionError, UsageError
 FORMAT: Final = 1
 
 LINE_MAX: Final = 4096
-"""Bytes; a longer one is damage."""
+"""The most bytes of a line; a longer one is damage."""
 
 TEXT_MAX: Final = 240
-"""Characters of a name or a reason that are kept."""
+"""The characters of a name or a reason that are kept."""
 
 FILE_MAX: Final = 1024
-"""Bytes of the path of a file; a longer one is left out."""
+"""The most bytes of a file's path; a longer one is omitted."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, tag="journal", tag_field="kind"):
-    """The line before each session: the format, and the model that the journal is of."""
+    """The line before each session: the format, and the model of the journal."""
 
     format: int
     model: str
 
 
 class SessionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_field="kind"):
-    """A session: a process that trains, from when it opened the run. ``resumed``: the token of the
-    version that it had loaded by its first step; ``resumed_step``: that version's step."""
+    """The start of a session: a process that trains, from when it opened the run. ``resumed``: the
+    token of the version that it loaded before its first step; ``resumed_step``: its step."""
 
     session: str
     at_s: Seconds
@@ -57,12 +57,12 @@ class SessionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_f
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="kind"):
-    """A version. The last line of a session's ``number`` counts: what a save cost is known a little
-    after its commit. ``step``: as the training calls it. ``steps``: of the optimizer, done in this
-    session at the call; ``work_s``: what these take without saves. ``step_s``: a step without a
-    save, of late; ``cost_s``: what the saves since the line before added to the time of training;
-    None if unknown. ``file``: its file, seen from the directory of the journal; ""
-    without one. Other times and sizes as in ``portus.SaveStats``."""
+    """A version. The last line with a session's ``number`` counts: the cost of a save is known a
+    little after its commit. ``step``: the training's number. ``steps``: of the optimizer, done in
+    this session at the call; ``work_s``: their time without saves. ``step_s``: the recent time of a
+    step without a save; ``cost_s``: the time that the saves since the line before added to
+    training; None if unknown. ``file``: its path from the directory of the journal; "" without one.
+    Other times and sizes as in ``portus.SaveStats``."""
 
     session: str
     number: Count
@@ -84,7 +84,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="k
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
-    """A save that became no version, and why."""
+    """A save that became no version, with the reason."""
 
     session: str
     step: int
@@ -94,7 +94,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
 
 
 class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
-    """The interval from here on, in steps, why, and the numbers behind: see ``portus.Cadence``."""
+    """The interval from here on, in steps, its reason, and the numbers behind: see
+    ``portus.Cadence``."""
 
     session: str
     steps: Count
@@ -110,7 +111,7 @@ class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", 
 
 
 class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
-    """A save that was asked for, whatever became of it."""
+    """A requested save, whatever its outcome."""
 
     token: str
     step: int
@@ -118,9 +119,9 @@ class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
-    """The end of a session. ``closed``: it let go of the run by itself; else it was killed, and its
-    heartbeat told the rest: ``at_s`` is when its last step ended. ``steps``: done in all;
-    ``work_s``: what they take without saves. ``asked``: the newest saves asked for."""
+    """The end of a session. ``closed``: the session closed the run; else it was killed, and the
+    rest is from its heartbeat: ``at_s`` is when its last step ended. ``steps``: done in all;
+    ``work_s``: their time without saves. ``asked``: the newest requested saves."""
 
     session: str
     closed: bool
@@ -131,7 +132,7 @@ class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_f
 
 
 class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field="kind"):
-    """The sums of lines that were taken out, to keep the journal small."""
+    """The sums of lines that were removed, to keep the journal small."""
 
     session: str
     saves: Count = 0
@@ -162,7 +163,7 @@ _KINDS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """What a file holds. ``damaged``: lines that were passed over."""
+    """The contents of a journal. ``damaged``: the number of skipped lines."""
 
     head: Head
     lines: tuple[Line, ...]
@@ -170,7 +171,7 @@ class JournalContents:
 
 
 def encode(line: Head | Line) -> bytes:
-    """Return the bytes of a line, its end included."""
+    """Return the bytes of a line, with its end."""
     text = msgspec.json.encode(line)
     made = b"%08x %s\n" % (zlib.crc32(text), text)
     assert len(made) <= LINE_MAX, f"a line of {len(made)} bytes"
@@ -178,10 +179,9 @@ def encode(line: Head | Line) -> bytes:
 
 
 def decode(data: bytes, name: str) -> JournalContents:
-    """What the bytes of a journal hold. ``name``: of the file, for errors.
+    """Return the contents of a journal's bytes. ``name``: of the file, for errors.
 
-    Raises ``UsageError`` for a journal of a newer format, and ``CorruptionError`` where no line
-    tells which format it is.
+    Raises ``UsageError`` for a journal of a newer format, ``CorruptionError`` without a format.
     """
     *whole, _ = data.split(b"\n")
     found = [_decode_line(line) for line in whole if line]
@@ -200,8 +200,8 @@ def decode(data: bytes, name: str) -> JournalContents:
 
 
 def _decode_line(line: bytes) -> Head | Line | _Kind | None:
-    """Return what a line says; its kind alone, if a later Portus of this format writes that; None
-    for a damaged one."""
+    """Return the content of a line; its kind alone, if only a later Portus of this format writes
+    that; None for a damaged line."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
         return None
@@ -217,9 +217,9 @@ def _decode_line(line: bytes) -> Head | Line | _Kind | None:
 
 
 def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
-    """Return the same journal in at most ``size`` bytes: of older saves, failures and decisions
-    only the sums stay; those of the newest, of saves that a session resumed from, and of each
-    session's last save are kept. If that is too much, the oldest sessions go."""
+    """Return the same journal in at most ``size`` bytes. Of older saves, failures and decisions
+    only the sums stay; the newest, saves that a session resumed from, and each session's last save
+    stay. If that is too much, the oldest sessions go."""
     rest = _newest(lines)
     resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
     last = {each.session: each for each in rest if isinstance(each, Saved)}
@@ -247,7 +247,7 @@ def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
 
 
 _SUMS_MAX: Final = 384
-"""Bytes of the line of sums."""
+"""The most bytes of the line of sums."""
 
 
 def _join_lines(head: Head, lines: Iterable[Line]) -> bytes:
@@ -269,7 +269,7 @@ def _newest(lines: Iterable[Line]) -> list[Line]:
 
 
 def add_line(sums: FoldedLines, line: Line) -> FoldedLines:
-    """Return the sums with one line more."""
+    """Return the sums with one more line."""
     if isinstance(line, Saved):
         return msgspec.structs.replace(
             sums,
@@ -287,5 +287,5 @@ def add_line(sums: FoldedLines, line: Line) -> FoldedLines:
 
 
 def cost_of(save: Saved) -> float:
-    """Seconds that a save added to the time of training: measured, or at least what it blocked."""
+    """Return the seconds that a save added to training: measured, or at least the blocked time."""
     return save.blocked_s if save.cost_s is None else save.cost_s
