@@ -1,1 +1,1 @@
-"""Checkpoints of many ranks: directories of torch, what each rank saves there, and loads."""
+"""Checkpoints of many ranks: torch's directories, and each rank's files and loads."""

@@ -1,4 +1,4 @@
-"""What other ranks publish into a directory, seen from there: nothing is told between ranks."""
+"""The files that other ranks publish into a directory, found there without messages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _POLL_MIN_S: Final = 0.002
 _POLL_MAX_S: Final = 0.05
 
 GONE_S: Final = 60.0
-"""How long a rank's file may be neither there nor being written, as another node sees it."""
+"""The time for which another node may see neither a rank's file nor its draft."""
 
 GONE_HERE_S: Final = 1.0
-"""The same on a file system of this machine alone: between the two looks it may have come."""
+"""The same time on a file system of this machine alone: the file may come between the two looks."""
 
 SEEN_S: Final = 10.0
-"""How long a file that another rank has begun may be out of sight."""
+"""The time for which a file that another rank has begun may be out of sight."""
 
 _NAMED_MAX: Final = 8
 
@@ -34,8 +34,8 @@ def await_files(
     directory: str, names: Collection[str], save: object, given_up: Collection[object]
 ) -> None:
     """Return when files of other ranks, ``names``, are in ``directory``, absolute and without
-    links. Blocks for as long as somebody writes them. Raises ``AbandonedError`` if nobody does, or
-    if ``save``, by its id, is ``given_up`` meanwhile, and ``MediumError``."""
+    links. Blocks while processes write them. Raises ``AbandonedError`` if none does, or if
+    ``save``, by its id, is ``given_up`` meanwhile, and ``MediumError``."""
     seen, pause_s = time.monotonic(), _POLL_MIN_S
     gone_s = GONE_HERE_S if _is_of_this_machine(directory) else GONE_S
     while missing := set(names) - _names_in(directory):
@@ -53,13 +53,13 @@ def await_files(
                 "rank has ended, or could not save its part"
             )
         time.sleep(pause_s)
-        # Polled: over a shared file system nobody is told of a name that another node makes.
+        # Polled: a shared file system does not report names that another node makes.
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 
 def require_seen(directory: str, names: Collection[str]) -> None:
-    """Raise ``UsageError`` unless the files of other ranks, which all have begun to write, are seen
-    in ``directory``, as where all ranks see the same one. Blocks for ``SEEN_S`` at most."""
+    """Raise ``UsageError`` unless this rank sees the files of other ranks, which have all begun to
+    write, in ``directory``. Blocks for ``SEEN_S`` at most."""
     until = time.monotonic() + SEEN_S
     with PENDING.exempt():
         os.makedirs(directory, exist_ok=True)
@@ -88,8 +88,8 @@ def list_names(names: Collection[str]) -> str:
 
 
 def _is_of_this_machine(directory: str) -> bool:
-    """Return whether this kernel alone opens the files of ``directory``, so that what it shows of
-    other processes is so. Raises nothing."""
+    """Return whether this kernel alone opens the files of ``directory``, so its view of other
+    processes is complete. Raises nothing."""
     with (
         contextlib.suppress(OSError),
         contextlib.closing(Descriptor(directory, os.O_RDONLY)) as opened,

@@ -1,4 +1,4 @@
-"""Checkpoint directories of torch.distributed.checkpoint, as they lie there."""
+"""Checkpoint directories of torch.distributed.checkpoint, as they are on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from portus.reach.shards.metadata_file import NAME, read_pickle
 from portus.reach.shards.rank_file import RANK_FILE
 
 _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
-"""The file of a rank, whoever wrote it."""
+"""The name of a rank's file, whoever wrote it."""
 
 _SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-00001-of-00001\.safetensors")
 
@@ -36,8 +36,8 @@ _DIGITS: Final = re.compile(r"\d+")
 
 
 def pickle_metadata(metadata: object) -> bytes:
-    """Return torch's metadata as torch pickles them, so that older versions of torch read them:
-    2.15 notes the strides of a tensor too, which is one field more than 2.14 expects."""
+    """Return the pickle of torch's metadata, so that older versions of torch read them: 2.15 adds
+    the strides of a tensor, one field more than 2.14 expects."""
     file = io.BytesIO()
     _Pickler(file).dump(metadata)
     return file.getvalue()
@@ -45,14 +45,14 @@ def pickle_metadata(metadata: object) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle``."""
+        """Pickle a tensor's properties without later fields, as ``pickle`` asks."""
         if type(obj) is not TensorProperties:
             return NotImplemented
         return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:_FIELDS]  # type: ignore[attr-defined]
 
 
 _FIELDS: Final = 5
-"""What torch 2.6 to 2.14 note of a tensor."""
+"""The number of fields that torch 2.6 to 2.14 store of a tensor's properties."""
 
 
 def rank_file_name(rank: int, save: int) -> str:
@@ -61,12 +61,12 @@ def rank_file_name(rank: int, save: int) -> str:
 
 
 def series_of(name: str) -> str:
-    """Return what names have in common that differ in their numbers alone."""
+    """Return the common part of names that differ only in their numbers."""
     return _DIGITS.sub("#", name)
 
 
 def read_metadata(directory: str) -> Any:
-    """Return what the metadata of a directory say. Raises ``NoCheckpointError`` if there are none,
+    """Return the metadata of a directory. Raise ``NoCheckpointError`` if there are none,
     ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
     path = os.path.join(directory, NAME)
     try:
@@ -81,7 +81,7 @@ def read_metadata(directory: str) -> Any:
         said = (
             f"{printable(path)}: torch's metadata cannot be read: {type(error).__name__}: {error}"
         )
-        # With a digest that fits, the bytes are those of the save: it is this torch that differs.
+        # With a matching digest the bytes are those of the save: it is this torch that differs.
         if not is_verified:
             raise CorruptionError(said) from error
         raise UsageError(
@@ -108,8 +108,8 @@ def complete_beside(directory: str) -> list[str]:
 
 
 def complete_in(above: str, like: str | None = None) -> list[str]:
-    """Return the directories in ``above`` that have metadata, the newest save first. like: those
-    alone whose names differ from this one in their numbers."""
+    """Return the directories in ``above`` that have metadata, the newest save first. like: only
+    those whose names differ from this one in their numbers."""
     found = []
     with contextlib.suppress(OSError), os.scandir(above) as entries:
         for each in entries:
@@ -122,8 +122,8 @@ def complete_in(above: str, like: str | None = None) -> list[str]:
 
 
 def _age(directory: str) -> tuple[int, int]:
-    """What is higher for a newer save: the number of the save, which is a time, also in a copy; for
-    one by stock torch, which counts from 0, the time of the file."""
+    """Return a key that is higher for a newer save: the number of the save, which is a time, also
+    in a copy; the time of the file for one by stock torch, which counts from 0."""
     matches = [RANK_FILE.fullmatch(name) for name in os.listdir(directory)]
     save = max((int(match[2]) for match in matches if match), default=0)
     written = os.stat(os.path.join(directory, NAME)).st_mtime_ns
@@ -138,8 +138,8 @@ def has_digests(directory: str | os.PathLike[str]) -> bool:
 
 
 def has_safetensors_of_torch(directory: str) -> bool:
-    """Return whether a directory has safetensors files, none of them by a save of Portus that was
-    cut off. Raises nothing."""
+    """Return whether a directory has safetensors files, none of them by an incomplete save of
+    Portus. Raises nothing."""
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
         return bool(names) and not any(is_shard_of_portus(directory, name) for name in names)
@@ -160,12 +160,12 @@ def shard_file_name(rank: int, save: int) -> str:
 
 
 def stale_in(directory: str, save: int) -> set[str]:
-    """Return the files of ranks in a directory that are of other saves than ``save``, and older."""
+    """Return the files of ranks in a directory that are of older saves than ``save``."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             match = _STOCK.fullmatch(name)
-            # Stock's count from 0, and so are older than any save of Portus.
+            # Stock torch's count from 0, and so are older than any save of Portus.
             if match and int(match[2]) < save:
                 found.add(os.path.join(directory, name))
     return found

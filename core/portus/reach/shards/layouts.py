@@ -1,4 +1,4 @@
-"""The layouts of a directory of shards: torch's own, and that of its ``HuggingFaceStorageWriter``.
+"""The layouts of a directory of shards: torch's own, and its ``HuggingFaceStorageWriter``'s.
 
 In both ``.metadata`` is written last and makes the directory a checkpoint.
 """
@@ -30,25 +30,26 @@ from portus.reach.shards.tensor_shards import TensorShards
 
 
 class ShardContents(FileContents, Protocol):
-    """The file of one rank. ``save``: the number of the save, to be said before it is laid out."""
+    """The file of one rank. ``save``: the number of the save; set it before the layout."""
 
     save: int
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each item in the file."""
+        """Return the bytes of each item in the file."""
         ...
 
     def results(self, name: str) -> list[WriteResult]:
-        """Return what torch is to note of the items in the file ``name``."""
+        """Return torch's results for the items in the file ``name``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """file_name: of a rank, by that and the number of the save. contents: of a rank's file, by its
-    items and their values; raises ``UsageError``. clear: called with the directory before any rank
-    writes, on the one that coordinates; raises ``UsageError`` if nothing may be saved there."""
+    """A layout of a directory. file_name: of a rank, by that and the number of the save. contents:
+    of a rank's file, by its items and their values; raises ``UsageError``. clear: called with the
+    directory before any rank writes, on the rank that coordinates; raises ``UsageError`` if no save
+    may go there."""
 
     file_name: Callable[[int, int], str]
     contents: Callable[[Sequence[WriteItem], Sequence[torch.Tensor | bytes]], ShardContents]
@@ -56,13 +57,13 @@ class DirectoryLayout:
 
 
 def _remove_cut_off(directory: str) -> None:
-    """Readers of this layout take every file with its suffix. So nothing is saved over a checkpoint
-    there, and what a killed save left goes."""
+    """Remove the files of an incomplete save; refuse to save over a checkpoint. Readers of this
+    layout take every file with its suffix."""
     wait_for_drafts(directory)
     try:
         names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
         is_whole = os.path.exists(os.path.join(directory, NAME))
-        # Only what Portus began: other tools may have put safetensors there.
+        # Only files that Portus began: other tools may have put safetensors there.
         left = [name for name in names if not is_whole and is_shard_of_portus(directory, name)]
         if len(left) < len(names):
             raise UsageError(
@@ -79,11 +80,11 @@ def _remove_cut_off(directory: str) -> None:
 
 
 def _keep(directory: str) -> None:
-    """Names have the number of the save: older files are in nobody's way."""
+    """Keep older files: names have the number of the save, so they do not conflict."""
 
 
 TORCH: Final = DirectoryLayout(rank_file_name, RankContents, _keep)
 SAFETENSORS: Final = DirectoryLayout(shard_file_name, TensorShards, _remove_cut_off)
 
 LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}
-"""Layouts by the words of the public face."""
+"""The layouts by their names in the public interface."""

@@ -1,5 +1,5 @@
-"""``.metadata`` of ``torch.distributed.checkpoint``: torch's pickle, and behind it a digest, which
-``pickle.load`` does not look at."""
+"""``.metadata`` of ``torch.distributed.checkpoint``: torch's pickle, followed by a digest, which
+``pickle.load`` ignores."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ END: Final = Record(
         Field("pickle", "Q", "bytes of the pickle in front of it"),
     ),
 )
-"""The xxh3_128 of the pickle and of this follows it and ends the file."""
+"""The record before the xxh3_128 of the pickle and of this record, which ends the file."""
 
 
 def metadata_file(pickle: bytes) -> bytes:
-    """Return the file with ``pickle``."""
+    """Return the bytes of the file with ``pickle``."""
     data = pickle + END.row(MAGIC, len(pickle))
     return data + digest(data)
 
 
 def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:
-    """Return the pickle in the file ``name`` of ``size`` bytes, and whether it was verified: one by
-    stock torch has no digest. Raises ``CorruptionError``."""
+    """Return the pickle in the file ``name`` of ``size`` bytes, and whether it was verified: stock
+    torch's has no digest. Raises ``CorruptionError``."""
     data = exactly(read, 0, size, name)
     at = size - END.size - DIGEST_SIZE
     end = END.unpack(data[at : at + END.size]) if at >= 0 else {}
-    # Either will do: a file of ours with one damaged byte there is not taken for stock's.
+    # Either will do: a file of Portus with one damaged byte here does not pass for stock's.
     if end.get("magic") != MAGIC and end.get("pickle") != at:
         if not data.endswith(b"."):
             raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")

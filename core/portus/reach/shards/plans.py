@@ -1,16 +1,15 @@
-"""A sharded save that is planned as the one before it was: agreed in a word, not planned anew.
+"""A sharded save that reuses the plan of the one before: the ranks agree in one exchange.
 
-torch's planning gathers every rank's plan at one rank, makes one of them, and sends it out: nine
-collectives, and the whole description of the state is pickled three times. Most saves of a
-training are of the same state. Each rank looks whether its own plan would be the same as last
-time; then all say so, in one exchange, and all of them do the same: go on with what was planned
-then, or let torch plan.
+torch's planning gathers every rank's plan at one rank, combines them, and sends the result: nine
+collectives, and the whole description of the state is pickled three times. Most saves of a training
+are of the same state. Each rank compares its own plan with the last one; all report the result in
+one exchange. Then all of them do the same: reuse the last plan, or let torch plan.
 
-A plan is made of what a state looks like: the paths of its values, and of each tensor dtype, shape,
-layout, whether it requires a gradient, and of a ``DTensor`` placements and mesh. So one walk over
-the state tells, whichever objects it is made of now; where their bytes are is asked at each save
-anew. Where there is anything else in a state, or torch takes it apart in another way than the walk
-does, each rank makes its own plan as ever, and compares that.
+A plan depends on the outline of a state: the paths of its values, and for each tensor its dtype,
+shape, layout, whether it requires a gradient, and for a ``DTensor`` placements and mesh. So one
+walk over the state is enough, whatever its objects are now; the addresses of their bytes are taken
+at each save. If a state has anything else, or torch splits it in another way than the walk, each
+rank makes its own plan with torch, and compares that.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Taken = TypeVar("Taken")
 
 @dataclass(frozen=True, slots=True)
 class StateOutline:
-    """What a state looks like. ``signs``: of each value its path, and what its plan is made of."""
+    """The outline of a state. ``signs``: for each value its path, and what its plan uses."""
 
     signs: list[tuple[Any, ...]]
     values: list[Any]
@@ -42,11 +41,11 @@ class StateOutline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """A rank's part in a planning that went well on all ranks.
+    """A rank's part in a planning that succeeded on all ranks.
 
-    id: of the planning, the same on all ranks. local: this rank's own plan. final: what it was
-    told to save. signs: of the state; None if only torch can tell. places: of the items of
-    ``final``, in what a look finds.
+    id: of the planning, the same on all ranks. local: this rank's own plan. final: the plan it got
+    back. signs: of the state; None if only torch can compare. places: of the items of ``final`` in
+    an outline.
     """
 
     id: bytes
@@ -61,7 +60,7 @@ class RankPlan:
     def of(
         cls, number: bytes, local: SavePlan, planner: Any, state: dict[str, Any], ranks: Any
     ) -> RankPlan:
-        """What ``planner`` made of ``state``, for a save that was planned just now."""
+        """Return the plan that ``planner`` made of ``state``, for a save planned just now."""
         rank, count = standing(ranks)
         final: SavePlan = planner.plan
         signs, places = None, []
@@ -76,7 +75,7 @@ class RankPlan:
 
 
 def values_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The state, as torch takes it: objects that have a ``state_dict`` are asked for it."""
+    """Return the state as torch takes it: objects with a ``state_dict`` are asked for that."""
     return {
         name: each.state_dict() if isinstance(each, Stateful) else each
         for name, each in state.items()
@@ -91,12 +90,12 @@ def agree(
     word: RankReport,
     ranks: Any = None,
 ) -> tuple[tuple[bytes, Taken] | None, list[Failures]]:
-    """The id of the save of this ``state``, and what this rank saves, if every rank may go on as
-    ``planned``; else None. And which saves failed, by rank.
+    """Return the id of the save of this ``state``, and this rank's values, if every rank may reuse
+    ``planned``, else None; and the saves that failed, by rank.
 
-    take: makes what this rank saves of its values, by item: live shards, and objects themselves;
-    None: it does not fit the planning. Raises ``UsageError`` for what cannot be saved; then all
-    ranks raise it. word: what this rank says, but for the planning. ranks: their process group.
+    take: makes this rank's contents of its values, by item: live shards, and objects themselves;
+    None: they do not fit the planning. Raises ``UsageError`` for values that cannot be saved; then
+    all ranks raise it. word: this rank's report, without the planning. ranks: their process group.
     Collective, once: all ranks get the same answer.
     """
     taken: Taken | None = None
@@ -104,7 +103,7 @@ def agree(
     try:
         values = None if planned is None else _as_planned(planned, state, planner, ranks)
         taken = None if values is None else take(values)
-    # Also Ctrl-C: the others wait in the exchange, and hear of it there.
+    # Also Ctrl-C: the others wait in the exchange, and learn of it there.
     except BaseException as problem:
         error = problem
     known = planned.id if planned is not None and taken is not None else UNPLANNED
@@ -117,7 +116,7 @@ def agree(
 
 
 def _in_short(error: BaseException | None) -> Exception | None:
-    """What other ranks hear of an error: not every one can be sent."""
+    """Return an error to send to other ranks: not every one can be pickled."""
     if error is None or isinstance(error, PortusError):
         return error
     return RuntimeError(f"rank {standing()[0]}: {error!r}")
@@ -126,13 +125,13 @@ def _in_short(error: BaseException | None) -> Exception | None:
 def _as_planned(
     planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner, ranks: Any
 ) -> list[Any] | None:
-    """What this rank saves, by item, if its plan is what it was; else None."""
+    """Return the values that this rank saves, by item, if its plan is the same; else None."""
     if standing(ranks) != (planned.rank, planned.count):
         return None
     found = look(state) if planned.signs is not None else None
-    # Equal looks, not identities: a tensor that was resized is the same object (decision 0213).
+    # Equal outlines, not identities: a resized tensor is the same object (decision 0213).
     if found is not None and found.signs == planned.signs:
-        with torch.no_grad():  # or a view of it is made
+        with torch.no_grad():  # with gradients, torch returns a view
             return [_live(found.values[place]) for place in planned.places]
     if not _plans_alike(planned, state, planner):
         return None
@@ -150,8 +149,8 @@ def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: DefaultSaveP
 
 
 def look(state: dict[str, Any]) -> StateOutline | None:
-    """What a state looks like, its values in the order of torch's; None for one with tensors of
-    classes that only torch knows how to cut."""
+    """Return the outline of a state, its values in torch's order; None for a state with tensors of
+    classes that only torch can split."""
     found = StateOutline([], [])
     is_known = all(_look_at(value, (str(name),), found) for name, value in state.items())
     return found if is_known else None
@@ -178,7 +177,7 @@ def _look_at(value: Any, path: tuple[str | int, ...], found: StateOutline) -> bo
 
 
 def _is_leaf(values: list[Any]) -> bool:
-    """True if torch takes a list as one value: nothing in it is, or holds, a tensor or a dict."""
+    """Return True if torch takes a list as one value: it contains no tensor and no dict."""
     if PLAIN.issuperset(map(type, values)):
         return True
     return not any(
@@ -188,7 +187,7 @@ def _is_leaf(values: list[Any]) -> bool:
 
 
 def _live(value: Any) -> Any:
-    """The live shard, or the object itself."""
+    """Return the live shard, or the object itself."""
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""``RankContents``: what one rank saves of a plan of torch, as the contents of its file."""
+"""``RankContents``: one rank's part of a plan of torch, as the contents of its file."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from portus.reach.shards.rank_file import BytesItem, Item, TensorItem, offsets_o
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
 _ARCHIVE: Final = "archive"
-"""How torch calls the archive of a tensor that it saves to a stream."""
+"""torch's name for the archive of a tensor that it saves to a stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class _SavedTensor(TensorItem):
-    """is_copy: of a part of a larger storage."""
+    """A tensor to save. is_copy: of a part of a larger storage."""
 
     pickled: PickledState
     is_copy: bool
 
 
 class RankContents:
-    """A rank's part of a state, as ``FileContents``. The items of a plan, and by item a tensor, or
-    bytes; tensors that are a part of a larger storage were copied. ``save``: the number of the
-    save, to be said before it is laid out.
+    """A rank's part of a state, as ``FileContents``. The items of a plan, and for each a tensor or
+    bytes; parts of larger storages are copied. ``save``: its number; set it before the layout.
 
-    Raises ``UsageError`` for what torch cannot save.
+    Raises ``UsageError`` for a value that torch cannot save.
     """
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
@@ -65,24 +64,24 @@ class RankContents:
         self.has_devices: Final = any(each.pickled.has_devices for each in tensors)
 
     def changes(self) -> Column:
-        """See ``FileContents``."""
+        """Return the changes: see ``FileContents``."""
         return changes_of(self.storages, self._tensors)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """See ``FileContents``; there is no note."""
+        """Return the image: see ``FileContents``; there is no note."""
         return rank_image(self._items, self.save)
 
     def describer(self) -> Callable[[int], str]:
-        """See ``FileContents``."""
+        """Return the describer: see ``FileContents``."""
         return self._owner.__getitem__
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each item in the file."""
+        """Return the bytes of each item in the file."""
         return [each.size for each in self._items]
 
     def results(self, name: str) -> list[WriteResult]:
-        """Return what torch is to note of the items in the file ``name``."""
+        """Return torch's results for the items in the file ``name``."""
         places = zip(self._planned, offsets_of(self._items), self.sizes, strict=True)
         return [
             WriteResult(planned.index, size, _StorageInfo(name, offset, size))
@@ -91,8 +90,8 @@ class RankContents:
 
 
 def resolve_items(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
-    """Return what ``planner`` gives for items: tensors, and bytes of other values. Raises
-    ``UsageError`` for what torch cannot save."""
+    """Return the values of items by ``planner``: tensors, and bytes of other values. Raise
+    ``UsageError`` for a value that torch cannot save."""
     return [_resolve(each, planner) for each in items]
 
 
@@ -103,8 +102,8 @@ def _resolve(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
 
 
 def in_bytes(items: Sequence[WriteItem], values: Sequence[Any]) -> list[torch.Tensor | bytes]:
-    """Return tensors as they are, and of other values the bytes that torch's planner makes. Raises
-    ``UsageError`` for what torch cannot save."""
+    """Return tensors as they are, and the bytes of other values as torch's planner makes them.
+    Raise ``UsageError`` for a value that torch cannot save."""
     known: dict[tuple[type, str], bytes] = {}
     return [_in_bytes(*each, known) for each in zip(items, values, strict=True)]
 
@@ -117,7 +116,7 @@ def _in_bytes(
         return value
     if type(value) not in _SCALARS:
         return _bytes_of(planned, value)
-    key = type(value), repr(value)  # of a parameter group each parameter has the same ones
+    key = type(value), repr(value)  # each parameter of a group has the same ones
     if key not in known:
         known[key] = _bytes_of(planned, value)
     return known[key]
@@ -147,7 +146,7 @@ def _item(planned: WriteItem, value: torch.Tensor | bytes) -> Item:
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     )
-    # A view would bring the whole storage, which other shards may be views of, too.
+    # A view would bring the whole storage, of which other shards may be views, too.
     if is_copy:
         tensor = tensor.clone()
     try:
@@ -165,10 +164,10 @@ def _item(planned: WriteItem, value: torch.Tensor | bytes) -> Item:
 
 
 def _on_cpu(tensor: torch.Tensor) -> PickledState:
-    """``tensor`` as torch saves it: as one on the CPU, wherever its bytes are."""
+    """Return ``tensor`` as torch saves it: as one on the CPU, whatever its device."""
     if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
         return pickle_state(tensor if tensor.device.type == "cpu" else tensor.cpu())
-    # Never touched, so it costs no memory: torch needs a tensor on the CPU to pickle its shape.
+    # Never touched, so free: torch needs a tensor on the CPU to pickle its shape.
     alike = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return replace(
         pickle_state(alike),

@@ -1,8 +1,8 @@
 """The file of one rank in a directory of ``torch.distributed.checkpoint``: items end to end, each
-at a multiple of 64 bytes, and behind them a table that stock torch does not look at.
+at a multiple of 64 bytes, followed by a table that stock torch ignores.
 
 A tensor is a file of ``torch.save`` of its own (``torch_zip``), with its own digests. Other items
-are bytes as torch's planner gives them, whose digests are in the table. Bytes between items are 0.
+are bytes from torch's planner, whose digests are in the table. Bytes between items are 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ END: Final = Record(
         Field("size", "Q", "of the whole file, in bytes"),
     ),
 )
-"""Behind the rows; the xxh3_128 of both follows it and ends the file."""
+"""The record after the rows; the xxh3_128 of both follows it and ends the file."""
 
 _ROW: Final = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("kind", "<u8"), ("digest", "u1", (DIGEST_SIZE,))]
@@ -52,7 +52,7 @@ _ROW: Final = np.dtype(
 BYTES: Final = 0
 TENSOR: Final = 1
 BLOCK: Final = 2
-"""A tensor that is one block of memory, in order, and nothing else."""
+"""The kind of a tensor that is one block of memory, in order, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class TensorItem:
 
     @property
     def size(self) -> int:
-        """Bytes of the item."""
+        """Return the bytes of the item."""
         return self.image.size
 
 
 @dataclass(frozen=True, slots=True)
 class BytesItem:
-    """Bytes as they are."""
+    """An item of plain bytes."""
 
     data: bytes
 
     @property
     def size(self) -> int:
-        """Bytes of the item."""
+        """Return the bytes of the item."""
         return len(self.data)
 
 
@@ -84,7 +84,7 @@ Item = TensorItem | BytesItem
 
 
 def offsets_of(items: Sequence[Item]) -> list[int]:
-    """Return where each item begins in the file."""
+    """Return the offset of each item in the file."""
     found, end = [], 0
     for item in items:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -136,7 +136,7 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
 
 @dataclass(frozen=True, slots=True)
 class ItemRow:
-    """What the table says of one item. ``digest``: of one of ``BYTES``."""
+    """The row of one item in the table. ``digest``: of an item of ``BYTES``."""
 
     offset: int
     length: int
@@ -146,7 +146,7 @@ class ItemRow:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What is in the file ``name`` of ``size`` bytes. ``save``: the number of its save."""
+    """The contents of the file ``name`` of ``size`` bytes. ``save``: the number of its save."""
 
     name: str
     size: int
@@ -155,7 +155,7 @@ class RankFile:
     by_place: Mapping[tuple[int, int], ItemRow]
 
     def at(self, offset: int, length: int) -> ItemRow:
-        """Return the item that is there. Raises ``CorruptionError`` if there is none."""
+        """Return the item at this place. Raise ``CorruptionError`` if there is none."""
         row = self.by_place.get((offset, length))
         if row is None:
             raise CorruptionError(
@@ -165,7 +165,7 @@ class RankFile:
         return row
 
     def verify(self, read: Read) -> None:
-        """Read every byte. Raises ``CorruptionError``."""
+        """Read and check every byte. Raises ``CorruptionError``."""
         end = 0
         for row in self.rows:
             gap = exactly(read, end, row.offset - end, self.name) if row.offset > end else b""
@@ -192,7 +192,7 @@ def bytes_of(row: ItemRow, read: Read, name: str) -> bytes:
 
 
 def slice_of(read: Read, row: ItemRow) -> Read:
-    """Return what reads one item as a file of its own."""
+    """Return a function that reads one item as a file of its own."""
 
     def part(offset: int, length: int) -> bytes:
         return read(row.offset + offset, max(0, min(length, row.length - offset)))
@@ -201,7 +201,7 @@ def slice_of(read: Read, row: ItemRow) -> Read:
 
 
 def is_rank_file(read: Read, size: int) -> bool:
-    """Return whether a file ends as one with a table does, though a byte of that be damaged."""
+    """Return whether a file ends like one with a table, even with one damaged byte in the end."""
     at = size - END.size - DIGEST_SIZE
     if at < 0:
         return False
@@ -210,8 +210,8 @@ def is_rank_file(read: Read, size: int) -> bool:
 
 
 def read_rank_file(read: Read, size: int, name: str) -> RankFile:
-    """Return what is in the file ``name`` of ``size`` bytes. Raises ``CorruptionError`` when the
-    table is damaged, or there is none, and ``UsageError`` for one of a later Portus."""
+    """Return the contents of the file ``name`` of ``size`` bytes. Raise ``CorruptionError`` if the
+    table is damaged or missing, and ``UsageError`` for a file of a later Portus."""
     if not is_rank_file(read, size):
         raise CorruptionError(
             f"{name}: expected the file of a rank with its table, found {size} bytes without one: "
@@ -228,7 +228,7 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
     rows = exactly(read, begin, at - begin, name)
     if digest(rows + end[: END.size]) != end[END.size :]:
         raise CorruptionError(f"{name}: the table does not match its digest")
-    # After the digest: of a damaged table no number means anything.
+    # After the digest: in a damaged table no number means anything.
     if head["format"] != FORMAT:
         raise UsageError(
             f"{name}: expected a table of format {FORMAT}, found {head['format']!r}; a later "

@@ -13,7 +13,7 @@ from portus.reach.shards.rank_file import DISTCP, RANK_FILE, is_rank_file, read_
 
 
 def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
-    """Return what is known of the file at ``path``; None if its name is none of theirs. Raises
+    """Return the known facts of the file at ``path``; None if its name is not a shard's. Raises
     ``CorruptionError``."""
     name = os.path.basename(path)
     if name == METADATA:

@@ -1,7 +1,7 @@
-"""``TensorShards``: what one rank saves of a plan of torch, as the contents of a safetensors file.
+"""``TensorShards``: one rank's part of a plan of torch, as the contents of a safetensors file.
 
-Source: ``torch.distributed.checkpoint.hf_storage``: a tensor by the name of its item, and in the
-metadata of the header where each one begins in the whole tensor.
+Source: ``torch.distributed.checkpoint.hf_storage``: each tensor has its item's name, and the
+metadata of the header have its offsets in the whole tensor.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from portus.reach.formats.safetensors import SAVE, safetensors_image
 
 
 class TensorShards(NamedTensors):
-    """A rank's tensors as a safetensors file. Raises ``UsageError`` for what a safetensors file
-    cannot have: values that are not tensors, and two parts of one tensor."""
+    """A rank's tensors as a safetensors file. Raises ``UsageError`` for what such a file cannot
+    have: values that are not tensors, and two parts of one tensor."""
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -45,17 +45,17 @@ class TensorShards(NamedTensors):
         self.save = 0
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """See ``FileContents``; there is no note."""
+        """Return the image: see ``FileContents``; there is no note."""
         return safetensors_image(self.named, {**self.metadata, SAVE: str(self.save)})
 
     @property
     def sizes(self) -> list[int]:
-        """See ``ShardContents``."""
+        """Return the sizes: see ``ShardContents``."""
         size = {each.name: each.size for each in self.named}
         return [size[item.index.fqn] for item in self._items]
 
     def results(self, name: str) -> list[WriteResult]:
-        """See ``ShardContents``. The offsets are 0: the file itself tells them."""
+        """Return the results: see ``ShardContents``. Offsets are 0: the file itself has them."""
         return [
             WriteResult(item.index, size, _StorageInfo(name, 0, size))
             for item, size in zip(self._items, self.sizes, strict=True)
