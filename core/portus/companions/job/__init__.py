@@ -1,1 +1,1 @@
-"""What a run and its ranks agree on: when to save and to leave, the journal."""
+"""The agreements of a run and its ranks: when to save and to leave, and the journal."""

@@ -1,4 +1,4 @@
-"""``Cadence``: says when a training is to save."""
+"""``Cadence``: decides when a training saves."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from portus.errors import UsageError
 _log: Final = logging.getLogger("portus")
 
 CHECKS: Final = 0.7
-"""Where several ranks save at times, the share of the time that is left, in steps as long as those
-before, after which rank 0 looks at the clock again and tells the others."""
+"""The share of the time left, in steps as long as those before, after which rank 0 of several ranks
+that save at times looks at the clock again and tells the others."""
 
 
 def parse_cadence(
     every: str | int = "auto", max_overhead: float = MAX_OVERHEAD, mtbf: float | str | None = None
 ) -> tuple[Literal["auto"] | int | float, Rule]:
-    """What a user says about when to save, read: "auto", steps (an int) or seconds (a float); and
-    the rule. Raises ``UsageError`` for what makes no sense."""
+    """Return a user's interval as "auto", steps (an int) or seconds (a float), and the rule. Raise
+    ``UsageError`` for invalid values."""
     mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
     return _parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
 
@@ -92,11 +92,11 @@ class Cadence:
     """
 
     MAX_OVERHEAD: Final = MAX_OVERHEAD
-    """The bound where nobody sets one."""
+    """The default bound."""
 
     UNSEEN: Final = "10min"
-    """What adapters use in place of "auto" when Portus is turned off: other code saves then, and
-    its cost is not visible here."""
+    """The adapters' interval in place of "auto" when Portus is turned off: other code saves then,
+    and its cost is not visible here."""
 
     def __init__(
         self,
@@ -110,23 +110,23 @@ class Cadence:
     ) -> None:
         self.every, self.rule = parse_cadence(every, max_overhead, mtbf)
         self.decision: Decision | None = None
-        """The newest one, on rank 0."""
+        """The newest decision, on rank 0."""
         self._group: Any = process_group
         self._has_group = process_group is not None
         self._preemption: Final = preemption
         self._tuner: Final = Tuner(self.rule)
         self._clock: Final = Clock(now)
         self._since_s = self._clock.now_s()
-        """When the newest save began, or this object."""
+        """The time at which the newest save began, or this object."""
         self._saves = 0
-        """Intervals that were decided since."""
+        """The number of intervals that were decided since."""
         self._next = self._first()
         self._due = 0
-        """The newest step that was one to save at."""
+        """The newest step at which a save was due."""
         self._measured_on: dict[str, str | int] | None = None
-        """Where what was loaded was measured, until a save shows that it was here."""
+        """The hardware of loaded measurements, until a save shows that it is the same here."""
         self._has_warned = False
-        # The clock listens to all optimizers of the process: nobody has to close a cadence.
+        # The clock listens to all optimizers of the process: a cadence needs no close.
         weakref.finalize(self, self._clock.close)
 
     @classmethod
@@ -139,8 +139,8 @@ class Cadence:
         *,
         is_seen: bool,
     ) -> Cadence:
-        """Return a cadence for a training under ``framework``. is_seen: False if it saves by
-        itself, so that nothing can be measured."""
+        """Return a cadence for a training under ``framework``. is_seen: False if it saves itself,
+        so that nothing can be measured."""
         if every == "auto" and not is_seen:
             every = cls.UNSEEN
             framework.say_once(
@@ -150,7 +150,7 @@ class Cadence:
         return cls(every, max_overhead=max_overhead, mtbf=mtbf)
 
     def should_save(self) -> bool:
-        """True if the state should be saved now. Call it after each step, on all ranks.
+        """Return True if the state should be saved now. Call it after each step, on all ranks.
 
         When it is True, rank 0 broadcasts the step of the next save, which blocks until all ranks
         have called it. Otherwise it costs less than a microsecond.
@@ -168,18 +168,18 @@ class Cadence:
                 return False
         self._due, self._since_s = self._clock.steps, self._clock.now_s()
         self._saves += 1
-        measured = self._clock.take()  # on every rank, so that none keeps them for ever
+        measured = self._clock.take()  # on every rank, so no rank keeps them for ever
         self._next = self._due + self._broadcast(lambda: self._decide(measured))
         return True
 
     def ignore_step(self) -> None:
-        """Do not count the time of the current step, because it contains something else, such as a
+        """Exclude the time of the current step, because it contains something else, such as a
         validation."""
         self._clock.ignore()
 
     def state_dict(self) -> dict[str, object]:
-        """The measurements, and the number of steps, or seconds, left until the next save. Only
-        rank 0 has the measurements."""
+        """Return the measurements, and the number of steps, or seconds, left until the next save.
+        Only rank 0 has the measurements."""
         state = self._tuner.state_dict(self._here())
         state["left"] = max(1, self._next - self._clock.steps)
         if isinstance(self.every, float):
@@ -187,9 +187,9 @@ class Cadence:
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a saved state: the next save is as many steps away as it was. Measurements
-        from other hardware, another number of ranks or another kind of medium are discarded, and
-        made again. All ranks have to load the same state.
+        """Resume from a saved state: the next save is as many steps away as it was. Discard
+        measurements from other hardware, another number of ranks or another kind of medium; new
+        ones replace them. All ranks have to load the same state.
 
         Raises ``UsageError`` for the state of a newer Portus, and changes nothing then.
         """
@@ -198,11 +198,11 @@ class Cadence:
         on: Mapping[str, object] = saved if isinstance(saved, Mapping) else {}
         left = state.get("left")
         if self._clock.medium is None and isinstance(on.get("medium"), str):
-            here["medium"] = str(on["medium"])  # the first save will show
+            here["medium"] = str(on["medium"])  # the first save will show it
         counts = self._tuner.load_state_dict(state, here)
         self._measured_on = here if counts and self._clock.medium is None else None
         is_whole = isinstance(left, int) and not isinstance(left, bool) and left > 0
-        # The same on all ranks, whatever their hardware is.
+        # The same on all ranks, whatever their hardware.
         steps = left if is_whole and on.get("ranks") == here["ranks"] else self._first()
         assert isinstance(steps, int)
         if isinstance(self.every, float):
@@ -216,7 +216,7 @@ class Cadence:
 
     @property
     def _passed_s(self) -> float:
-        """Seconds since the newest save began, or this object."""
+        """Return the seconds since the newest save began, or this object."""
         return self._clock.now_s() - self._since_s
 
     def _first(self) -> int:
@@ -225,9 +225,9 @@ class Cadence:
         return self.every if isinstance(self.every, int) else 1
 
     def _broadcast(self, decide: Callable[[], int]) -> int:
-        """What rank 0 decides, on all ranks."""
-        # Times are noisy: ranks that decide by themselves decide differently, and a save that only
-        # some of them begin hangs.
+        """Return rank 0's decision, on all ranks."""
+        # Times are noisy: ranks that decide alone decide differently, and a save that only some of
+        # them begin hangs.
         rank, count = standing(self._group)
         steps = decide() if rank == 0 else 0
         if isinstance(self.every, int):
@@ -241,7 +241,7 @@ class Cadence:
         return told
 
     def _steps_left(self) -> int:
-        """Steps until the clock is to be looked at again; 0 if it is time to save."""
+        """Return the steps until the next look at the clock; 0 if it is time to save."""
         assert isinstance(self.every, float)
         left_s = self.every - self._passed_s
         if left_s <= 0:
@@ -254,7 +254,7 @@ class Cadence:
 
     def _decide(self, measured: Costs | None) -> int:
         self._void_elsewhere()
-        if measured is not None and self._saves > 2:  # the first one makes what others find
+        if measured is not None and self._saves > 2:  # the first ones make what later ones reuse
             self._tuner.note(measured)
         costs = self._tuner.costs
         if self.every == "auto":
@@ -266,7 +266,7 @@ class Cadence:
             journal.note_decision(decision)
             if costs is not None:
                 self._warn_once(describe_conflict(costs, self.rule))
-            # k and k + 1 in turn: a slow step of a period must not meet each save, or none
+            # k and k + 1 in turn: slow steps with a period must not meet each save, or none
             # (decision 0124).
             turn = self._saves % 2 if self._clock.is_uneven else 0
             return decision.steps + turn
@@ -279,7 +279,7 @@ class Cadence:
         return self._steps_left() if isinstance(self.every, float) else steps
 
     def _own_interval(self) -> int:
-        """The steps of an interval that the user named, if they take what they took so far."""
+        """Return the steps of the user's interval, if steps take as long as so far."""
         if isinstance(self.every, int):
             return self.every
         assert isinstance(self.every, float)
@@ -301,7 +301,7 @@ class Cadence:
             _log.warning("%s", text)
 
     def _void_elsewhere(self) -> None:
-        """Drop the loaded measurements if they are of another medium than the one a save showed."""
+        """Drop the loaded measurements if a save showed another medium."""
         measured_on, medium = self._measured_on, self._clock.medium
         if measured_on is None or medium is None:
             return

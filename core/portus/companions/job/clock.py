@@ -1,11 +1,11 @@
-"""How long steps take, and what saves add to them: the clock behind ``Cadence``.
+"""The clock behind ``Cadence``: the duration of steps, and the time that saves add to them.
 
 A step ends when an optimizer steps that has stepped since the step before ended, so trainings with
-several optimizers are counted right too. It is touched if a save was in flight in it, from the call
-of save to the commit.
+several optimizers are counted right too. A step is touched if a save was in flight in it, from the
+call of save to the commit.
 
-Where parameters are on a CUDA device a step takes what it takes there: between two events on the
-stream of the optimizer. They are looked at when they have come, and nothing waits for them.
+If parameters are on a CUDA device, a step takes the time between two events there, on the stream of
+the optimizer. The clock reads events that have occurred, and waits for none.
 """
 
 from __future__ import annotations
@@ -29,68 +29,67 @@ from portus.engine.pipeline.run import Save
 UNTOUCHED_MIN: Final = 3
 
 FRESH: Final = 5
-"""Untouched steps that an interval has at least."""
+"""The least number of untouched steps in an interval."""
 
 AROUND: Final = 64
-"""The newest untouched steps with which those that saves touched are compared; all of those since
-the save before, if there are more."""
+"""The newest untouched steps to compare with steps that saves touched; all since the save before,
+if these are more."""
 
 TOUCHED_MAX: Final = 1 << 20
-"""Touched steps whose times are kept until somebody asks."""
+"""The most touched steps whose times are kept for ``take``."""
 
 FOREIGN: Final = 10
-"""A touched step that takes so many means, more than any untouched one, and over ``FOREIGN_S``
-seconds, besides what the save blocked, was long for another reason: a validation, an epoch's end.
-"""
+"""A touched step was long for another reason, such as a validation, if it exceeds this many means,
+any untouched step, and ``FOREIGN_S`` seconds, without the time that the save blocked."""
 
 FOREIGN_S: Final = 1.0
 
 
 SAVES_MAX: Final = 64
-"""The newest saves whose statistics are kept until somebody asks."""
+"""The most saves, the newest, whose statistics are kept for ``take``."""
 
 
 class HostTimeline:
-    """Moments of this process. ``now``: seconds, from any moment on."""
+    """The moments of this process. ``now``: returns seconds, from any moment on."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.mark: Final = now
 
     def between(self, first: float, second: float) -> float:
-        """See ``Timeline``."""
+        """Return the seconds between two moments: see ``Timeline``."""
         return second - first
 
 
 class Clock(fence.Listener):
-    """Counts steps and times them, from when it is made until it is closed. One thread steps;
-    saves may begin in another. ``now``: seconds, from any moment on; None: those of this process,
-    and of the device that the first optimizer's parameters are on."""
+    """A counter and timer of steps, from its creation until its close. One thread steps; saves may
+    begin in another. ``now``: returns seconds, from any moment on; None: those of this process, and
+    of the device that the first optimizer's parameters are on."""
 
     @calls.mark
     def __init__(self, now: Callable[[], float] | None = None) -> None:
         self.now_s: Final = now or time.perf_counter
-        """Seconds of this process, from any moment on."""
+        """The seconds of this process, from any moment on."""
         self._timeline: Timeline = HostTimeline(self.now_s)
         self._is_free: Final = now is None
         self.steps = 0
         self.medium: str | None = None
-        """What the newest save goes to, once there was one."""
+        """The medium of the newest save, once there was one."""
         self.optimizers = False
         """True once an optimizer stepped."""
         self._stepped: set[int] = set()
         self._last: Any = None
         self._ignored = False
         self._pending: deque[tuple[Any, Any, bool, bool]] = deque()
-        """Steps whose ends may not have come yet: from, to, touched, ignored."""
+        """The steps whose ends may not have come yet: from, to, touched, ignored."""
         self._call: tuple[Any, Any] | None = None
         self.called_after_s: float | None = None
-        """From the step's end, before its update, to the call of the newest save of which that is
-        known. Of the step after it so much is gone when the copy begins (CheckFreq's Tw)."""
+        """The known time from the step's end, before its update, to the newest call of a save. So
+        much of the step after it has passed when the copy begins (CheckFreq's Tw)."""
         self._untouched: Final = StepTimes()
         self._costs: Final = SaveCosts()
         self._touched: deque[float] = deque(maxlen=TOUCHED_MAX)
         self._fresh = 0
-        """How many untouched steps there were since ``take`` was called."""
+        """The number of untouched steps since the call of ``take``."""
         self.steps_min = 1
         """The shortest interval that has ``FRESH`` untouched steps, as the last one was."""
         self._flying: tuple[Save, ...] = ()
@@ -100,11 +99,11 @@ class Clock(fence.Listener):
 
     @calls.mark
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         fence.unlisten(self)
 
     def tick(self) -> None:
-        """A step ends here, and the next one begins."""
+        """End a step, and begin the next one."""
         mark = self._timeline.mark()
         last, self._last = self._last, mark
         self.steps += 1
@@ -118,8 +117,7 @@ class Clock(fence.Listener):
         self._look()
 
     def _look(self) -> None:
-        """Take the time of the steps that have ended. A signal handler may interrupt this, and do
-        the same."""
+        """Measure the steps that have ended. A signal handler may do so in the middle of this."""
         between = self._timeline.between
         while True:
             try:
@@ -129,13 +127,11 @@ class Clock(fence.Listener):
             first, second, touched, ignored = step
             took = between(first, second)
             if took is None:
-                # Not there yet on the device: nothing waits for it, it is looked at after the next
-                # step.
+                # Not there yet on the device: it is looked at after the next step, without a wait.
                 self._pending.appendleft(step)
                 break
             if touched:
-                # Infinite, so that what was measured with it is passed over: `take` finds it too
-                # long.
+                # Infinite, so `take` finds it too long, and skips what was measured with it.
                 self._touched.append(math.inf if ignored else took)
             elif not ignored:
                 self._untouched.add(took)
@@ -147,11 +143,11 @@ class Clock(fence.Listener):
                 self.called_after_s, self._call = after, None
 
     def ignore(self) -> None:
-        """The time of the step that is under way says nothing: a validation is in it."""
+        """Ignore the time of the current step: it contains a validation."""
         self._ignored = True
 
     def began(self, save: Save, medium: str) -> None:
-        """A save is about to begin."""
+        """Record a save that is about to begin."""
         self.medium = medium
         self._flying = (*(each for each in self._flying if not each.over), save)
         self._stats = [*self._stats[-SAVES_MAX:], save.stats]
@@ -162,18 +158,18 @@ class Clock(fence.Listener):
 
     @property
     def step_s(self) -> float | None:
-        """The mean of the newest untouched steps; None before there are some."""
+        """Return the mean of the newest untouched steps; None before there are some."""
         few = len(self._untouched) < UNTOUCHED_MIN
         return None if few else self._untouched.mean_s
 
     @property
     def is_uneven(self) -> bool:
-        """True if untouched steps differ much from each other."""
+        """Return True if untouched steps differ much from each other."""
         return self._untouched.is_uneven
 
     def take(self) -> Costs | None:
-        """What saves cost, by those since this was called last and those before; None if there was
-        none, or if a step that they touched was long for another reason."""
+        """Return the cost of saves, by those since the last call and those before; None if there
+        was no save, or if a step that one touched was long for another reason."""
         self._look()
         stats, self._stats = self._stats, []
         touched, self._touched = self._touched, deque(maxlen=TOUCHED_MAX)
@@ -195,20 +191,20 @@ class Clock(fence.Listener):
             return None
         self._costs.add(list(touched), around, is_uneven=self.is_uneven)
         cost_s = self._costs.cost_s
-        # While none is over nobody knows how long it takes: let the next one be later.
+        # Until one has ended its time is unknown: let the next one be later.
         save_s = max(each.total_s for each in stats) or 2 * (self.now_s() - self._from)
         return Costs(step_s=step_s, cost_s=cost_s, save_s=save_s, stall_s=min(blocked_s, save_s))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Count the step that ends here, if one does."""
-        if not self.optimizers:  # calls that were taken for steps until now were none
+        if not self.optimizers:  # earlier calls were not steps
             self.optimizers, self.steps, self._last = True, 0, None
             self._untouched.clear()
             self._fresh = 0
             self._pending.clear()
             self._timeline = self._timeline_of(optimizer)
         number = id(optimizer)
-        # Several optimizers may make one step: it ends where one of them comes again.
+        # Several optimizers may make one step: it ends when one of them steps again.
         if number in self._stepped or not self._stepped:
             self._stepped = {number}
             self.tick()

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other around a sharded save: in one exchange, as a rule."""
+"""The messages of a job's ranks around a sharded save: in one exchange, as a rule."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ ID_SIZE: Final = 12
 """Bytes of the id of a save."""
 
 UNPLANNED: Final = bytes(ID_SIZE)
-"""The word of a rank that cannot go on with a planning."""
+"""The word of a rank that cannot reuse a planning."""
 
 _WORD: Final = struct.Struct(f"<{ID_SIZE}s{DIGEST_SIZE}s{ID_SIZE}s?")
-"""The planning, the digest of what is named, the id, and whether this is all that a rank says."""
+"""The planning, the digest of the names, the id, and whether this is the rank's whole report."""
 
 
 Failures = Mapping[int, tuple[bool, str]]
-"""Saves that failed, by number: whether only since another part of the save did, and why."""
+"""Failed saves, by number: whether a failure of another part was the cause, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What a rank says in a save that may be planned as the one before it was.
+    """The report of a rank in a save that may reuse the plan of the one before.
 
-    named: what is saved, the same on all ranks; its ``repr`` is compared. id: of the save, if this
-    is the first rank. failed: its saves that failed since the last one. planning: the id of the
-    planning that it would go on with; ``UNPLANNED`` if it cannot. error: why it cannot save at all.
+    named: the names of the save, the same on all ranks; their ``repr`` is compared. id: of the
+    save, if this is the first rank. failed: its saves that failed since the last report. planning:
+    the id of the planning to reuse; ``UNPLANNED`` if it cannot. error: why it cannot save.
     """
 
     named: object
@@ -45,10 +45,10 @@ class RankReport:
 def exchange(
     word: RankReport, ranks: Any = None
 ) -> tuple[bytes | None, list[Failures], list[BaseException]]:
-    """Return the first rank's id of the save, if all ranks go on with the same planning and save
-    the same, else None; what failed, by rank; and the errors of the ranks that have one.
-    Collective: once, and a second time if a rank has a failure or an error to tell."""
-    # Words of one size, so that one round is enough; what is longer is rare (decision 0213).
+    """Return the first rank's id of the save, if all ranks reuse the same planning and save the
+    same, else None; the failures, by rank; and the errors of the ranks that have one.
+    Collective: once, and a second time if a rank has a failure or an error to report."""
+    # Words of one size, so one round is enough; longer reports are rare (decision 0213).
     said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None
@@ -65,7 +65,7 @@ def _short(word: RankReport) -> bytes:
 
 
 def _gather_bytes(own: bytes, ranks: Any) -> list[bytes]:
-    """The bytes of every rank, as many as these, by rank. To the first rank and back: where ranks
+    """Return the bytes of every rank, of one length, by rank. To the first rank and back: if ranks
     share processors, gloo's ``all_gather`` passes them around one by one, and takes several times
     as long: 4.2 ms at four ranks on two processors, against 0.8."""
     rank, count = standing(ranks)
@@ -82,7 +82,7 @@ def _gather_bytes(own: bytes, ranks: Any) -> list[bytes]:
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """What all ranks of the group say, by rank. Collective."""
+    """Return the values of all ranks of the group, by rank. Collective."""
     said = [value] * standing(group)[1]
     if len(said) > 1:
         dist.all_gather_object(said, value, group=group)
@@ -90,14 +90,14 @@ def gather(value: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast(value: Any, group: Any = None) -> Any:
-    """What the first rank of the group said. Collective."""
+    """Return the value of the first rank of the group. Collective."""
     said = [value]
     dist.broadcast_object_list(said, src=_first_of(group), group=group)
     return said[0]
 
 
 def _first_of(group: Any) -> int:
-    """The number in the job of a group's first rank; None: the job's own group."""
+    """Return the number in the job of a group's first rank; None: the job's own group."""
     return 0 if group is None else dist.get_global_rank(group, 0)
 
 

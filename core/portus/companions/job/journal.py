@@ -1,19 +1,18 @@
-"""The journal of a run: what its saves and restarts came to, written beside its pool.
+"""The journal of a run: the history of its saves and restarts, written beside its pool.
 
 A directory ``<pool>.journal`` has one file of lines for each model
 (``portus.companions.journal.lines``), and one page for each session that runs, or was killed: its
-heartbeat. A session begins with its first step. Its page is made and its lines are added on the
-worker of its ``Checkpointer``, so training does nothing but store three numbers into the page after
-each step. Nothing is synced: all of it survives a kill, and after a power cut the newest lines may
-be missing.
+heartbeat. A session begins with its first step. The worker of its ``Checkpointer`` makes its page
+and adds its lines, so training only stores three numbers into the page after each step. Nothing is
+synced: all of it survives a kill, but after a power cut the newest lines may be missing.
 
-It is beside the pool, since a record in it would cost a commit, and go with the pool.
+It is beside the pool, since a record in the pool would cost a commit, and be lost with the pool.
 
-Whoever begins the next session puts what the page of a killed one says into the journal, and takes
-the page away. A journal is a message, and no more: nothing here raises, nor ends a save.
+The next session copies the page of a killed one into the journal, and removes the page. A journal
+is only a message: nothing here raises, or ends a save.
 
-The page is mapped where that cannot be SIGBUS (see ``reach.media.local``); elsewhere it lies in
-``/dev/shm``, where it survives a kill, and no reboot.
+The page is mapped where stores cannot raise SIGBUS (see ``reach.media.local``); elsewhere it is in
+``/dev/shm``, where it survives a kill, but no reboot.
 """
 
 from __future__ import annotations
@@ -75,22 +74,22 @@ from portus.reach.media.local import LocalFiles
 _log: Final = logging.getLogger("portus")
 
 JOURNALS: Final = "checkpoints.journal"
-"""In ``.portus``: the journals of all trainings that save files there, each a file of its own."""
+"""In ``.portus``: the journals of all trainings that save files there, each in its own file."""
 
 SIZE_MAX: Final = 1 << 20
-"""Bytes of a journal; one that is longer is shortened to half of it, by its oldest saves."""
+"""The most bytes of a journal; a longer one is shortened to half of that, by its oldest saves."""
 
 _WAITING_MAX: Final = 256
-"""Decisions that wait for the next line."""
+"""The most decisions that wait for the next line."""
 
 
 _LOOK_AT: Final = 32
-"""Steps between two looks at what a step takes."""
+"""The steps between two looks at the duration of a step."""
 
 
 class Journal(Companion, fence.Listener):
-    """The journal of one training, which is called ``model`` there. place: returns the directory of
-    the journal; None while there is none. It is asked again at each step and save."""
+    """The journal of one training, called ``model`` there. place: returns the directory of the
+    journal, or None while there is none. It is called at each step and save."""
 
     def __init__(self, model: str, place: Callable[[], str | None]) -> None:
         self._model: Final = model
@@ -110,17 +109,17 @@ class Journal(Companion, fence.Listener):
         self._steps = 0
         self._last_ns = 0
         self._work_ns = 0
-        """What the steps take without saves."""
+        """The time of the steps without saves."""
         self._typical_ns = 0
-        """A step that no save touched, of late; 0 if none is known."""
+        """The recent duration of a step that no save touched; 0 if unknown."""
         self._is_touched = False
         self._seen: set[int] = set()
         self._asked: dict[str, Saved] = {}
-        """The lines of saves that are not over, by token; ``file`` is the whole path still."""
+        """The lines of saves that have not ended, by token; ``file`` is still the whole path."""
         self._number = 0
         self._step_s: float | None = None
         self._cost_s: float | None = None
-        """What the newest version that was written down cost, if that is known by now."""
+        """The cost of the newest version in the journal, if it is known by now."""
         self._written: tuple[Saved, SaveStats] | None = None
         self._waiting: Final[deque[Line]] = deque(maxlen=_WAITING_MAX)
         self._has_warned = False
@@ -130,10 +129,10 @@ class Journal(Companion, fence.Listener):
         _open = (*_open, self)
         fence.listen(self)
 
-    # Where training is.
+    # The training thread.
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count the step, and write how long it took."""
+        """Count the step, and write its duration."""
         number = id(optimizer)
         if number not in self._seen and self._seen:
             self._seen.add(number)  # one of several that make a step together
@@ -146,11 +145,11 @@ class Journal(Companion, fence.Listener):
             self._typical_ns = round(1e9 * (self._clock.step_s or 0.0))
         most_ns = self._typical_ns
         if steps == 1:
-            took_ns = 0  # it began nobody knows when
+            took_ns = 0  # its start is unknown
         elif most_ns and (
             self._is_touched or self._asked or took_ns > FOREIGN * most_ns + 1e9 * FOREIGN_S
         ):
-            # What a save, or something else, added to the step is no work.
+            # Time that a save, or something else, added to the step is no work.
             took_ns = min(took_ns, most_ns)
         self._is_touched = False
         self._work_ns += took_ns
@@ -189,7 +188,7 @@ class Journal(Companion, fence.Listener):
             self._cost_s = (self._cost_s or 0.0) + costs.cost_s
 
     def note_decision(self, decision: Decision) -> None:
-        """An interval was chosen for what follows."""
+        """Record an interval for the steps to come."""
         costs = decision.costs
         self._waiting.append(
             IntervalDecided(
@@ -208,8 +207,8 @@ class Journal(Companion, fence.Listener):
         )
 
     def _begin(self) -> None:
-        """The session begins, with its page in the directory, unless it has begun, or there is no
-        directory yet. On the worker too, where a save comes before all steps."""
+        """Begin the session, with its page in the directory, unless it has begun, or there is no
+        directory yet. Also on the worker, if a save comes before all steps."""
         if self._begun is None and not self._closed:
             directory = self._place()
             if directory is not None:
@@ -237,7 +236,7 @@ class Journal(Companion, fence.Listener):
                 self._make_page(begun)
             self._begun = begun
 
-    # On the worker.
+    # The worker.
 
     def over(self, save: Save) -> None:
         self._begin()
@@ -260,7 +259,7 @@ class Journal(Companion, fence.Listener):
     # The end.
 
     def close(self) -> None:
-        """Write down that the session ended by itself. A second call does nothing."""
+        """Record that the session closed. A second call does nothing."""
         if self._closed:
             return
         self._take_costs()
@@ -310,7 +309,7 @@ class Journal(Companion, fence.Listener):
         return seen if data == os.fsencode(seen) and len(data) <= FILE_MAX else ""
 
     def _take_lines(self) -> Iterator[Line]:
-        """The newest version's line again, if more is known of what it cost; and what waits."""
+        """Yield the newest version's line again, if its cost is known; then the waiting ones."""
         if self._written is not None:
             line, stats = self._written
             now = _price(line, stats, self._cost_s)
@@ -321,7 +320,7 @@ class Journal(Companion, fence.Listener):
             yield self._waiting.popleft()
 
     def _write(self, *lines: Line) -> None:
-        """Add lines; before the first ones of this session what says which it is."""
+        """Add lines; before the first ones of this session, the line that identifies it."""
         if self._is_refused:
             return
         with self._report_errors():
@@ -336,14 +335,14 @@ class Journal(Companion, fence.Listener):
             self._fold(known)
 
     def _append(self, lines: Sequence[Head | Line]) -> None:
-        """Add lines, in one write to the file as it is: other processes may add too."""
+        """Add lines in one write to the existing file: other processes may add too."""
         data = b"".join(map(encode, lines))
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
         descriptor = os.open(self._path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                data = b"\n" + data  # what is torn stays a line of its own
+                data = b"\n" + data  # a torn line stays a line of its own
             _write_all(descriptor, data)
         finally:
             os.close(descriptor)
@@ -376,7 +375,7 @@ class Journal(Companion, fence.Listener):
         self._page = page
 
     def _fold(self, known: set[str]) -> None:
-        """Put into the journal what the pages of killed sessions say, and take these away."""
+        """Put the contents of killed sessions' pages into the journal, and remove these pages."""
         for path in pages(self._path):
             page = read_page(path)
             if page is None or is_alive(page[0], path):
@@ -390,7 +389,7 @@ class Journal(Companion, fence.Listener):
                 os.unlink(path)
 
     def _known_sessions(self) -> set[str]:
-        """Raises ``UsageError`` for a journal of a newer format."""
+        """Return the sessions of the journal. Raises ``UsageError`` for one of a newer format."""
         try:
             with open(self._path, "rb") as file:
                 found = decode(file.read(), self._path)
@@ -400,11 +399,11 @@ class Journal(Companion, fence.Listener):
 
     @contextlib.contextmanager
     def _report_errors(self) -> Iterator[None]:
-        """What goes wrong is said once, and training goes on."""
+        """Log an error once, and let training continue."""
         try:
             yield
         except (OSError, PortusError) as error:
-            # Of a newer format: it is not for us to write to.
+            # A newer format: this Portus must not write to it.
             self._is_refused = self._is_refused or isinstance(error, UsageError)
             if not self._has_warned:
                 self._has_warned = True
@@ -420,13 +419,13 @@ _open: tuple[Journal, ...] = ()
 
 
 def note_decision(decision: Decision) -> None:
-    """A cadence of this process chose an interval."""
+    """Record an interval that a cadence of this process chose."""
     for journal in _open:
         journal.note_decision(decision)
 
 
 def _leave_in_child() -> None:
-    # After the hooks of what is imported here, which make locks anew that others held at the fork.
+    # After the hooks of imported modules, which renew locks that others held at the fork.
     for journal in _open:
         journal.leave()
 
@@ -436,7 +435,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _price(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
-    """Return ``line`` with what the save has cost so far."""
+    """Return ``line`` with the cost of the save so far."""
     return msgspec.structs.replace(
         line,
         cost_s=cost_s if line.cost_s is None else line.cost_s,
@@ -450,7 +449,7 @@ def _price(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
 
 
 def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | None, str]:
-    """A new file that holds ``data``, mapped, and its path; None, and no file, if none can be."""
+    """Return a new mapped file that holds ``data``, and its path; None, and no file, on failure."""
     for place in (stem, *in_memory(stem)):
         path = f"{place}.{session}{BEAT}"
         fresh = f"{path}.new"
@@ -459,11 +458,10 @@ def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | Non
                 file.write(data)
                 medium = LocalFiles().open(fresh, writable=True)
                 medium.close()
-                # Only where a store into the mapping cannot end in SIGBUS, as on a full sparse
-                # file.
+                # Only if a store into the mapping cannot raise SIGBUS, as on a full sparse file.
                 if isinstance(medium, MappedFile):
                     page = mmap.mmap(file.fileno(), PAGE)
-                    # Renamed when it is whole: who reads pages finds none that is half.
+                    # Renamed when it is whole: readers of pages find no incomplete one.
                     os.replace(fresh, path)
                     return page, path
         except (OSError, ValueError) as error:

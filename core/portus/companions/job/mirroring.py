@@ -10,8 +10,8 @@ from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, StoreKind
 
 
 def mirror_of(settings: Settings) -> StoreAddress | None:
-    """Return the mirror of the settings, else of ``$PORTUS_MIRROR``; None for none. Raises
-    ``UsageError`` for text that is no address."""
+    """Return the mirror of the settings, else of ``$PORTUS_MIRROR``; None without one. Raises
+    ``UsageError`` for text that is not an address."""
     said = settings.mirror
     text = said if said is not None else os.environ.get(MIRROR_VARIABLE) or UNMIRRORED
     if text == UNMIRRORED:
@@ -21,7 +21,7 @@ def mirror_of(settings: Settings) -> StoreAddress | None:
 
 def require_mirror_of_files(settings: Settings, what: str, instead: str) -> None:
     """Raise ``UsageError`` if the mirror of the settings is on a storage host, whose objects are
-    small. what: says that there are files; instead: what else to do."""
+    small. what: describes the files; instead: the advice."""
     address = mirror_of(settings)
     if address is not None and address.kind is StoreKind.HOST:
         raise UsageError(

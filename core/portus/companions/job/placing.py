@@ -1,10 +1,10 @@
-"""Where memory of a device is copied to first: on the device or to the host, by what each stalls.
+"""The choice of the first copy of device memory: on the device or to the host, by their stalls.
 
 Algorithm 1 of CheckFreq (FAST'21, section 4.2): on the device if that has room for a second copy,
-and if training stands still no longer for it than for a copy to the host, which goes on until the
-next update. Its times were measured here: Ti and Tw by the steps between saves, Tc by the copies of
-the saves before, Tg by the copies on the device. Until a copy to the host was seen to outlast a
-step, nothing is copied on the device; then it is tried, which measures it.
+and if that stalls training no longer than a copy to the host, which continues until the next
+update. Its times are measured here: Ti and Tw by the steps between saves, Tc by the copies of the
+saves before, Tg by the copies on the device. Nothing is copied on the device until a copy to the
+host outlasted a step; then one is tried, and measured.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Placing(CopyChoice):
         weakref.finalize(self, self._clock.close)
 
     def begins(self, save: Save) -> None:
-        """A save of this model has begun."""
+        """Record that a save of this model has begun."""
         self._newest = save
 
     def note_copy(self, timeline: Timeline, first: Any, second: Any) -> None:
-        """Memory was copied on the device between these moments, which may be still to come."""
+        """Record the two moments of a copy on the device, which may be still to come."""
         self._copying = (timeline, first, second)
 
     def on_device(self, room: DeviceRoom) -> bool:
-        """True if a copy on the device is the better one now."""
+        """Return True if a copy on the device is the better one now."""
         self._learn()
         if self._step_s is None or self._host_copy_s is None:
             return False

@@ -1,13 +1,13 @@
-"""``Preemption``: a job is told to go, by a signal, and its training saves and leaves.
+"""``Preemption``: a job receives a signal to stop, and its training saves and leaves.
 
-A handler only notes the signal. The training asks after each step; where several processes train,
-what any of them was told is known to all a step later: a byte is reduced over the ranks, begun at
-one step and read at the next, so nobody waits for it. A validation may have
-another number of batches on each rank: who is at its end goes on to say so until all are.
+A handler only notes the signal. The training asks after each step. If several processes train, all
+of them know a step later whether any received a signal: a byte is reduced over the ranks, begun at
+one step and read at the next, so no rank waits for it. A validation may have another number of
+batches on each rank: a rank at its end repeats that until all are there.
 
-A training that does not come to its next step, or a save that does not end, is left after a time:
-what was committed counts then, and which step that is, is said. That is for a thread to do, since
-the main one may hang in a call that runs no Python.
+After a time the process ends, if the training does not reach its next step, or a save does not end.
+The log then names the newest committed step. A thread does that, since the main one may hang in a
+call that runs no Python.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from portus.errors import UsageError
 _log: Final = logging.getLogger("portus")
 
 SIGNALS: Final = tuple(each for each in signal.Signals if each.name in ("SIGTERM", "SIGUSR1"))
-"""What schedulers send: the second one is what a job of SLURM asks for, ``--signal=USR1@90``."""
+"""The signals of schedulers: a job of SLURM asks for the second with ``--signal=USR1@90``."""
 
 WITHIN_S: Final = 60.0
 
 _DONE, _VALIDATING, _TOLD = 0, 1, 2
-"""What a rank puts in: the highest counts. The first stands for a rank that trains, too."""
+"""The words of a rank: the highest counts. The first is also that of a rank that trains."""
 
 _PATIENCE: Final = datetime.timedelta(days=1)
-"""Other ranks may take that long to come: whatever makes a training wait for them, it is not us."""
+"""The time for which ranks wait for others: Portus does not limit other waits of a training."""
 
 _END_S: Final = 5.0
-"""A thread that is told to end does: the longest that a busy machine may take for it."""
+"""The longest time in which a thread that was asked to end does so on a busy machine."""
 
 _CREDENTIALS: Final = struct.Struct("iII")
-"""What Linux says of who wrote: process, user, group."""
+"""Linux's description of a message's sender: process, user, group."""
 
 _LOG_S: Final = 5.0
-"""What hangs may be the log: no longer does the end of the process wait for it."""
+"""The longest that the end of the process waits for the log, which may be what hangs."""
 
 _OVER: Final = 0
-"""No signal's number: what closes a watch."""
+"""The number that closes a watch: no signal has it."""
 
 
 class Preemption:
@@ -103,7 +103,7 @@ class Preemption:
     ) -> None:
         self.within_s: Final = parse_seconds("preempt_within", preempt_within)
         self.told: signal.Signals | None = None
-        """The first signal that this process received; None if there was none."""
+        """The first signal that this process received; None without one."""
         self.leaving = False
         """True once ``should_leave`` has returned True, on all ranks at the same step."""
         self._signals: Final = tuple(map(signal.Signals, signals))
@@ -114,7 +114,7 @@ class Preemption:
         self._watch: _Watch | None = None
 
     def start(self) -> Preemption:
-        """Hear signals from now on; until then ``note`` does nothing."""
+        """Handle signals from now on; until then ``note`` does nothing."""
         global _open
         if self._watch is not None:
             return self
@@ -125,7 +125,7 @@ class Preemption:
         return self
 
     def hear(self, number: signal.Signals) -> None:
-        """Hear this signal too."""
+        """Handle this signal too."""
         if threading.current_thread() is not threading.main_thread():
             _log.warning(
                 "Portus: %s is not handled, because handlers can be set in the main thread only: "
@@ -137,7 +137,7 @@ class Preemption:
             self._before[number] = signal.signal(number, self._handle)
 
     def expect(self, number: signal.Signals) -> None:
-        """A handler of a framework notes this one: so time runs from when it came, whatever the
+        """Take the time of a signal that a framework's handler notes from its arrival, whatever the
         main thread does then."""
         if self._watch is not None:
             self._watch.expect(number)
@@ -151,8 +151,8 @@ class Preemption:
             watch.note(number)
 
     def should_leave(self) -> bool:
-        """True if the training should save its state and exit. Call it after each step, on all
-        ranks. It returns True on all of them at the same step, and from then on.
+        """Return True if the training should save its state and exit. Call it after each step, on
+        all ranks. It returns True on all of them at the same step, and from then on.
 
         With one process it costs less than a microsecond. With several, it reads the result of an
         exchange that was started one step ago, so it waits only for ranks that are more than a step
@@ -161,13 +161,14 @@ class Preemption:
         return self.leaving or self._leave(self._ranks.step(self.told is not None))
 
     def should_leave_validation(self) -> bool:
-        """True if the training should save the step before the validation and exit. Every rank has
-        to call ``validation_ends`` after its last batch, before any collective operation."""
+        """Return True if the training should save the step before the validation and exit. Every
+        rank has to call ``validation_ends`` after its last batch, before any collective."""
         return self.leaving or self._leave(self._ranks.step(self.told is not None, _VALIDATING))
 
     def validation_ends(self) -> bool:
-        """Call it in place of ``should_leave_validation`` after the last batch. It waits until all
-        ranks are at their last batch, or one of them has received a signal."""
+        """Return True if the training should save and exit. Call it in place of
+        ``should_leave_validation`` after the last batch: it blocks until all ranks are there, or
+        one received a signal."""
         return self.leaving or self._leave(self._ranks.meet(self.told is not None))
 
     def close(self) -> None:
@@ -213,7 +214,7 @@ class Preemption:
 
     def _unhear(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            return  # what is left is a handler that notes nothing, and gives way
+            return  # the handlers left note nothing, and yield to the ones before
         befores, self._before = self._before, {}
         for number, before in befores.items():
             if signal.getsignal(number) == self._handle:
@@ -221,7 +222,7 @@ class Preemption:
 
     @property
     def signals(self) -> Iterable[signal.Signals]:
-        """The signals that have a handler of this object."""
+        """Return the signals that have a handler of this object."""
         return self._before
 
     def restore_in_child(self) -> None:
@@ -234,8 +235,8 @@ class Preemption:
 
 
 def times_preempted() -> int:
-    """How many trainings of this process were told to save and leave. Where it is another number
-    at the end of one than at its beginning, nothing that can wait is to be done any more."""
+    """Return the number of trainings of this process that had to save and leave. If it changed
+    during a training, skip all work that can wait."""
     return _times
 
 
@@ -247,7 +248,7 @@ _masks: Final = threading.local()
 
 
 def _before_fork() -> None:
-    # Python forgets in a child what came until it has its handlers back.
+    # A child would lose the signals that come before its handlers are restored.
     handled = {number for each in _open for number in each.signals}
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 
@@ -269,7 +270,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Ranks:
-    """What any rank was told, known to all. One reduction is in flight, at most."""
+    """The exchange that lets all ranks know of any signal. One reduction is in flight, at most."""
 
     def __init__(self, group: Any) -> None:
         self._of: Final = group
@@ -292,8 +293,7 @@ class _Ranks:
         if self._alone():
             return told
         heard = self._reduce()
-        # Until all are at their last batch: letting each rank look when it likes hung
-        # (decision 0131).
+        # Until all are at their last batch: letting each rank leave alone hung (decision 0131).
         while heard != _TOLD:
             self._begin(_TOLD if told else _DONE)
             heard = self._reduce()
@@ -306,11 +306,11 @@ class _Ranks:
         self._work = self._own = None
 
     def close(self) -> None:
-        """End the exchange with the other ranks, which all do at the same point."""
+        """End the exchange with the other ranks, which all do so at the same point."""
         own, self._own = self._own, None
         self._reduce()
         if own is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # it went with the job's own, which is a new one
+            with contextlib.suppress(ValueError):  # the job's groups ended before
                 dist.destroy_process_group(own)
 
     def _alone(self) -> bool:
@@ -321,8 +321,7 @@ class _Ranks:
     def _begin(self, said: int) -> None:
         if self._own is None:
             among = None if self._of is None else dist.get_process_group_ranks(self._of)
-            # Of its own: it has another timeout (`_PATIENCE`), and a byte on the CPU
-            # (decision 0131).
+            # A group of its own: another timeout (`_PATIENCE`), a byte on the CPU (decision 0131).
             self._own = dist.new_group(
                 among,
                 timeout=_PATIENCE,
@@ -330,7 +329,7 @@ class _Ranks:
                 use_local_synchronization=among is not None,
             )
         self._said[0] = said
-        # Begun here and read at the next step: so nobody waits for it (decision 0131).
+        # Begun here and read at the next step: so no rank waits for it (decision 0131).
         self._work = dist.all_reduce(self._said, dist.ReduceOp.MAX, group=self._own, async_op=True)
 
     def _reduce(self) -> int:
@@ -339,7 +338,7 @@ class _Ranks:
             return _DONE
         try:
             work.wait()
-        except RuntimeError as error:  # a rank is gone: what trains on them will say so
+        except RuntimeError as error:  # a rank is gone: training will report it
             _log.warning("Portus: cannot tell whether other ranks got the signal: %s", error)
             self._are_alone = True
             return _DONE
@@ -349,8 +348,8 @@ class _Ranks:
 class _Watch:
     """A thread that ends the process ``within_s`` after a signal, unless it is closed before.
 
-    Python hands it the numbers of signals too, below any handler, where nobody else has asked for
-    that: so it hears of one while the main thread is in a call that runs no Python.
+    Python also writes the numbers of signals to it, below any handler, if no other code uses that:
+    so it sees a signal while the main thread is in a call that runs no Python.
     """
 
     def __init__(self, within_s: float) -> None:
@@ -359,14 +358,14 @@ class _Watch:
         self._mouth.setblocking(False)
         knows_who = hasattr(socket, "SO_PASSCRED")
         if knows_who:
-            # The kernel says who wrote: a child just forked has the socket, too (decision 0131).
+            # The kernel names the sender: a child just forked has the socket, too (decision 0131).
             self._ears.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._expected: frozenset[int] = frozenset({_OVER})
-        """Python hands over numbers of other signals too."""
+        """The signals to react to: Python writes numbers of other signals too."""
         self._is_woken = False
         if knows_who and threading.current_thread() is threading.main_thread():
             before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            # There is one such descriptor in a process: asyncio may have it, and keeps it.
+            # A process has one such descriptor: asyncio may have it, and keeps it.
             self._is_woken = before == -1
             if not self._is_woken:
                 signal.set_wakeup_fd(before)
@@ -381,13 +380,13 @@ class _Watch:
 
     def note(self, number: int) -> None:
         """Send ``number`` to the thread. Takes no lock, so signal handlers may call it."""
-        with contextlib.suppress(OSError):  # full, or closed: it was told before
+        with contextlib.suppress(OSError):  # full, or closed: it was sent before
             self._mouth.send(bytes([number]))
 
     def close(self) -> None:
-        """Return when the thread has ended, which is at once. Elsewhere than on the main thread
-        Python goes on to hand over numbers, and the sockets stay open: their descriptors are not to
-        become other files."""
+        """Return when the thread has ended, which is at once. Outside the main thread Python
+        continues to write numbers, and the sockets stay open: their descriptors must not become
+        other files."""
         self._sleep()
         self.note(_OVER)
         if self._thread is not threading.current_thread():
@@ -403,7 +402,7 @@ class _Watch:
         if self._is_woken and threading.current_thread() is threading.main_thread():
             self._is_woken = False
             found = signal.set_wakeup_fd(-1)
-            if found != self._mouth.fileno():  # somebody asked for it since
+            if found != self._mouth.fileno():  # other code has set it since
                 signal.set_wakeup_fd(found)
 
     def _run(self) -> None:
@@ -426,17 +425,17 @@ class _Watch:
                 self._end(number)
         for each in (self._ears, self._mouth):
             if self._is_woken:
-                # Left open: Python may write to the descriptor still, which must not be another
+                # Left open: Python may still write to the descriptor, which must not be another
                 # file's.
                 each.detach()
             else:
                 each.close()
 
     def _next(self, timeout_s: float | None) -> int | None:
-        """The next number that counts; None if none comes in time."""
+        """Return the next expected number; None if none comes in time."""
         while select.select([self._ears], [], [], timeout_s)[0]:
             data, about, _, _ = self._ears.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-            # A child that was forked a moment ago has the socket still, and may be told to end.
+            # A child that was just forked still has the socket, and may receive signals.
             ours = all(_CREDENTIALS.unpack(each)[0] == os.getpid() for _, _, each in about)
             if ours and data[0] in self._expected:
                 return data[0]
@@ -452,13 +451,12 @@ class _Watch:
             _newest_text(),
         )
         said.join(_LOG_S)
-        # Not sys.exit, which ends this thread alone: the main one hangs. 128 + n is what shells
-        # say.
+        # Not sys.exit, which ends this thread alone: the main one hangs. Shells use 128 + n.
         os._exit(128 + number)
 
 
 def _in_background(level: int, message: str, *values: object) -> threading.Thread:
-    """Log this; the thread that does is over then."""
+    """Log a message on a thread; return the thread, which ends after it."""
     # On a thread: the main one may hang with the lock of a log handler.
     logs = threading.Thread(target=_log.log, args=(level, message, *values), daemon=True)
     logs.start()

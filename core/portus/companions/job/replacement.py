@@ -1,4 +1,4 @@
-"""Functions of a framework, replaced by ones that call them."""
+"""Functions of a framework, replaced by functions that call the stock ones."""
 
 from __future__ import annotations
 

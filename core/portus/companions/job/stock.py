@@ -1,4 +1,4 @@
-"""The framework's own way to save: when saves are left to it, and how that is said."""
+"""The framework's own saves: when to leave saves to it, and the messages about that."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def say_once(log: logging.Logger, message: str) -> None:
 
 
 def is_disabled() -> bool:
-    """True if the environment says that adapters are to save nothing: ``$PORTUS_DISABLE``."""
+    """Return True if the environment turns adapters off: ``$PORTUS_DISABLE``."""
     return os.environ.get(_VARIABLE, "") not in ("", "0")
 
 
 class Framework:
-    """A framework, as its adapter sees it: it can save by itself, too.
+    """A framework, as its adapter sees it: it can save itself, too.
 
-    name: what users call it. log: where the adapter logs.
+    name: its name for users. log: the adapter's log.
     """
 
     def __init__(self, name: str, log: logging.Logger) -> None:
@@ -41,7 +41,7 @@ class Framework:
         say_once(self._log, message)
 
     def saves_itself(self) -> bool:
-        """True where every save is left to it: ``$PORTUS_DISABLE``, or not on Linux."""
+        """Return True if all saves are left to the framework: ``$PORTUS_DISABLE``, not on Linux."""
         if is_disabled():
             return True
         if sys.platform != "linux":
@@ -53,15 +53,15 @@ class Framework:
         return False
 
     def say_it_saves(self, error: UsageError) -> None:
-        """Say that it saves what no pool can store, and why."""
+        """Warn that the framework saves a state that no pool can store, and why."""
         self.say_once(
             f"Portus cannot store this checkpoint, {self._name} saves it instead: {error}"
         )
 
     @staticmethod
     def require_format(what: str, found: object, known: int) -> None:
-        """Raise ``UsageError`` if ``what`` of a checkpoint is not of the format that is ``known``:
-        a newer Portus saved it."""
+        """Raise ``UsageError`` if ``what`` of a checkpoint has another format than ``known``: a
+        newer Portus saved it."""
         if found != known:
             raise UsageError(
                 f"the {what} of this checkpoint have format {found!r}, and this Portus knows "
