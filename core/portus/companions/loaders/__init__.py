@@ -1,1 +1,1 @@
-"""How far a loader is in its epoch, and in which order: kept and gone on with."""
+"""The position of loaders in their epoch, and the order of samples, to save and to resume."""

@@ -1,23 +1,22 @@
-"""``DataCursor``: how far a ``DataLoader`` is in its epoch, so that a resumed run goes on there.
+"""``DataCursor``: the position of a ``DataLoader`` in its epoch, so a resumed run continues there.
 
-**Theory.** What order an epoch has is decided when its iterator begins: by the states of generators
-at that moment, and by what the sampler says of itself (a seed, the number of the epoch). So these
-are noted then. A resumed run puts them back, lets the stock sampler begin as it did, and passes
-over what was delivered: numbers of samples are replayed, data never. The generators of training are
-not moved by that.
+**Theory.** The order of an epoch is fixed when its iterator begins: by the states of generators at
+that moment, and by the sampler's own state (a seed, the number of the epoch). So these are noted
+then. A resumed run restores them, lets the stock sampler begin as it did, and skips the delivered
+samples: their numbers are replayed, never their data. The generators of training do not change.
 
-All ranks take the next samples of one sequence in each step, so what was delivered is its first
-part, whatever the number of ranks was. With other ranks, or in other batches, the sequence is made
-again and the rest of it dealt anew (``portus.companions.samples.deal``).
+All ranks take the next samples of one sequence in each step, so the delivered ones are its first
+part, whatever the number of ranks was. With other ranks or batches, the sequence is made again and
+its rest redistributed (``portus.companions.samples.deal``).
 
 To see iterators being made, the cursor takes the place of the loader's index sampler (its batch
 sampler, or its sampler if there are no batches), until it is closed.
 
-Loaders that know their position themselves are asked for it, and so is an ``IterableDataset``: what
-they say is this rank's, and not looked into. Who fetches batches ahead has their states kept, so
-that the one of the last batch that was delivered is saved. torchdata's ``StatefulDataLoader`` knows
-its position, but not what its sampler's order follows from where a framework put another one around
-it; over a map-style dataset it is a ``DataLoader`` like others, and followed.
+Loaders that know their position are asked for it, and so is an ``IterableDataset``: their state is
+this rank's, and opaque. For prefetched batches their states are kept, and that of the last
+delivered batch is saved. torchdata's ``StatefulDataLoader`` knows its position, but not the origin
+of its sampler's order if a framework wrapped the sampler; over a map-style dataset the cursor
+follows it like any ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -58,25 +57,25 @@ class DataCursor:
         loader: A ``DataLoader`` of a map-style dataset, whose iterators are tracked from now on. Or
             a loader with ``state_dict`` and ``load_state_dict``, or a ``DataLoader`` without
             workers whose ``IterableDataset`` has them; these track their own position.
-        ranks: The number of processes that train together. With a ``DistributedSampler`` they
-            share the samples; without one, each process has all of them.
-        fixed: What stays the same if the number of ranks changes: "local", the batch of each rank,
-            or "global", the number of samples in a step of all ranks.
-        dispatch: If one process loads for all ranks, what it gives them: "batches", one for each
-            rank, or "pieces" of one batch. None: each rank loads for itself.
+        ranks: The number of processes that train together. With a ``DistributedSampler`` they share
+            the samples; without one, each process has all of them.
+        fixed: The batch that stays the same if the number of ranks changes: "local", the batch of
+            each rank, or "global", the number of samples in a step of all ranks.
+        dispatch: If one process loads for all ranks, it gives them "batches", one for each rank, or
+            "pieces" of one batch. None: each rank loads for itself.
 
     A dataset is recognised by its length, and by its attribute ``fingerprint`` if that is a text.
     Raises ``UsageError`` for another ``fixed``, and for a loader whose position is unknown.
     """
 
     is_asked: bool = False
-    """True if the loader, or its dataset, says itself where it is."""
+    """True if the loader, or its dataset, gives its position itself."""
 
     newest: Iteration | None = None
     """The iteration that began last."""
 
     _waiting: _Resume | None = None
-    """The epoch that the next iterator goes on with."""
+    """The epoch that the next iterator continues."""
 
     _over: Mapping[str, Any] | None = None
     """The state of an epoch's end that was loaded, until the next one begins."""
@@ -91,7 +90,7 @@ class DataCursor:
 
     @staticmethod
     def why_not(loader: object) -> str:
-        """Why the position of ``loader`` cannot be known; nothing if it can."""
+        """Return why the position of ``loader`` cannot be known; "" if it can."""
         if _who_knows(loader) is not None or _is_followed(loader):
             return ""
         if not isinstance(loader, DataLoader):
@@ -121,13 +120,13 @@ class DataCursor:
         self._fixed: Final = fixed
         self._where: Final = "sampler" if loader.batch_sampler is None else "batch_sampler"
         before = DataCursor.of(getattr(loader, self._where))
-        if before is not None:  # of a Trainer that did not come to its end
+        if before is not None:  # of a Trainer that did not reach its end
             before.close()
         self.stock: Any = getattr(loader, self._where)
         self._way: Final = way_of(self.stock, ranks, dispatch)
         self._ranks = ranks if self._way is None else self._way.ranks
         self._batch_before: int | None = None
-        """What the loader was made with, where another one was put in its place."""
+        """The loader's own batch, if another one replaces it."""
         self._place(_FollowedSampler(self))
 
     @staticmethod
@@ -137,8 +136,8 @@ class DataCursor:
 
     @property
     def batches(self) -> int:
-        """How many batches the loader gives in the epoch, those of before a restart too: of the one
-        that is to be gone on with, else of the newest. Raises ``TypeError`` if the sampler has no
+        """Return the batches that the loader gives in the epoch, including those before a restart:
+        the epoch to continue, else the newest one. Raise ``TypeError`` if the sampler has no
         length."""
         resume = self._waiting
         if resume is None and self.newest is not None:
@@ -151,20 +150,20 @@ class DataCursor:
 
     @property
     def at_once(self) -> int:
-        """Batches that the loader gives in a step."""
+        """Return the batches that the loader gives in a step."""
         return 1 if self._way is None else self._way.at_once
 
     def sampler_after(self, batches: int) -> Any:
-        """The loader's index sampler for somebody who passes over the first ``batches`` of it
-        himself: what was delivered before a restart is among them."""
+        """Return the loader's index sampler for a caller that skips its first ``batches`` itself:
+        those delivered before a restart are among them."""
         return _FollowedSampler(self, batches)
 
     def state_dict(
         self, delivered: int, *, is_over: bool = False, iterator: object | None = None
     ) -> dict[str, object]:
-        """The position in the epoch, as numbers, texts and tensors. "random" belongs to this rank,
-        and so does "own", the state of a loader that tracks its own position. Everything else is
-        the same on all ranks.
+        """Return the position in the epoch, as numbers, texts and tensors. "random" belongs to this
+        rank, and so does "own", the state of a loader that tracks its own position. Everything else
+        is the same on all ranks.
 
         delivered: the number of batches that training has received in this epoch, in all restarts.
         is_over: True if training is done with this epoch, even if the loader has more.
@@ -178,8 +177,7 @@ class DataCursor:
             return dict(self._over)
         pending = None if is_over else self._pending(running, delivered)
         if pending is not None:
-            # As it was loaded: asking for a first sample here would begin the epoch
-            # (decision 0128).
+            # As loaded: asking for a first sample here would begin the epoch (decision 0128).
             return dict(pending.loaded)
         start = None if running is None or is_over else running.start
         return {
@@ -191,8 +189,7 @@ class DataCursor:
         }
 
     def _pending(self, running: Iteration | None, delivered: int) -> _Resume | None:
-        """Return what was resumed, if training has received nothing since: its state is still the
-        one that was loaded."""
+        """Return the resumed epoch, if training has received nothing since, so its state holds."""
         resume = self._waiting
         if running is not None and (running.has_begun or resume is None):
             resume = running.resume
@@ -202,9 +199,9 @@ class DataCursor:
     def load_state_dict(self, state: Mapping[str, Any]) -> str:
         """Resume at the position in ``state``, with the next iterator of the loader.
 
-        Returns the reason if the rest of the epoch cannot be resumed, and an empty text if it can.
-        Raises ``UsageError`` for the state of a newer Portus, and if ``fixed`` is "global" and the
-        samples of a step cannot be divided evenly among the ranks; then nothing has changed.
+        Returns the reason if the rest of the epoch cannot be resumed, and "" if it can. Raises
+        ``UsageError`` for the state of a newer Portus, and if ``fixed`` is "global" and the samples
+        of a step cannot be divided evenly among the ranks; then nothing has changed.
         """
         position = Position.of(state["position"])
         batch = self._batch_for(position)
@@ -220,8 +217,8 @@ class DataCursor:
         return reason
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """Put the generators of the loader and of its samplers where they were at the save: for a
-        run that begins its next epoch. In one that goes on within an epoch its iterator does."""
+        """Restore the generators of the loader and of its samplers as at the save: for a run that
+        begins its next epoch. In a run that continues within an epoch its iterator does."""
         self._over = None
         self._put(_Start.of(state["now"], no_randomness()))
 
@@ -230,12 +227,12 @@ class DataCursor:
         self._waiting = self.newest = self._over = None
 
     def keep(self, fetched: int) -> None:
-        """Keep the state after ``fetched`` batches, before one more is requested: for whoever
-        fetches ahead. ``state_dict`` then says what it was once so many were delivered, if that is
-        one of the last two numbers."""
+        """Keep the state after ``fetched`` batches, before a prefetching caller requests one more.
+        ``state_dict`` then returns that state once so many were delivered, if ``fetched`` is one of
+        the last two numbers."""
 
     def close(self) -> None:
-        """Let the loader have its own sampler and batch again. May be called again."""
+        """Restore the loader's own sampler and batch. May be called again."""
         if self._batch_before is not None:
             self._change_batch(self._batch_before)
             self._batch_before = None
@@ -246,7 +243,7 @@ class DataCursor:
     # For the loader.
 
     def begin(self, passed_over: int) -> Iteration:
-        """Begin an iteration; called twice for one epoch where there are workers."""
+        """Begin an iteration; called twice for one epoch if there are workers."""
         is_stateful = samplers.is_torchdatas(self.loader, "state_dict")
         kind = StatefulIteration if is_stateful else Iteration
         self.newest = kind(self, self._waiting, passed_over)
@@ -255,9 +252,9 @@ class DataCursor:
     def start(
         self, resume: _Resume | None, order: DeliveredOrder
     ) -> tuple[_Start, Iterator[Any] | None]:
-        """Return what the order of the first numbers follows from; what is left, if that is not
-        all. ``order`` gets what is passed over; if it was another one before, that is logged.
-        Raises ``UsageError`` if samplers do not give what they said."""
+        """Return the origin of the first samples' order, and the rest, if that is not all. Add the
+        skipped samples to ``order``; log if it differs from the earlier one. Raise ``UsageError``
+        if samplers give fewer samples than before."""
         self._over = None
         if resume is None:
             return self.note(), None
@@ -267,12 +264,12 @@ class DataCursor:
             self._put(resume.now)
             return self.note(), None
         now = capture_randomness(_CPU)
-        # A sampler without a generator draws its order from torch's: as it stood when the epoch
+        # A sampler without a generator draws its order from torch's: as it was when the epoch
         # began.
         restore_randomness(resume.start.random, _CPU)
         try:
             if resume.deal is not None:
-                self._put(resume.now)  # where the whole order was drawn: the next epoch's follows
+                self._put(resume.now)  # it has drawn the whole order: the next epoch follows
                 return resume.start, self._deal(resume.start, resume.deal)
             self._put(resume.start)
             return resume.start, self._skip(resume, order)
@@ -280,8 +277,8 @@ class DataCursor:
             restore_randomness(now, _CPU)
 
     def note(self, random: torch.Tensor | None = None) -> _Start:
-        """Return what the order of an epoch that begins now follows from. random: the states of the
-        global generators; None: as they are."""
+        """Return the origin of the order of an epoch that begins now. random: the states of the
+        global generators; None: the present ones."""
         own = samplers.chain(self.stock)
         return _Start(
             loader=samplers.generators_of(self.loader),
@@ -291,9 +288,9 @@ class DataCursor:
         )
 
     def _skip(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
-        """What is left of the stock sampler. It was asked for more than was delivered where batches
-        are fetched ahead: so it is now, and then its generators stand where they did, though other
-        loaders may have drawn from the same ones since the epoch began."""
+        """Return the rest of the stock sampler. With prefetching, the sampler was asked for more
+        than was delivered: so it is again, and its generators end in the same state, though other
+        loaders may have drawn from them since the epoch began."""
         batches, count = iter(self.stock), resume.position.batches * self.at_once
         for number in range(count):
             batch = next(batches, _END)
@@ -307,16 +304,16 @@ class DataCursor:
             order.add(batch)
         self._compare(resume.position, order.after(count))
         if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
-            # The next one too: samplers may draw only when the first is asked for.
+            # The next one too: samplers may draw only at the first request.
             return _ResumedIterator(batches, 1)
-        # Asked for as much as before the save: stock samplers draw at the first index, and once
-        # more at the end (decision 0128).
+        # As many requests as before the save: stock samplers draw at the first index, and once more
+        # at the end (decision 0128).
         ahead = _ResumedIterator(batches, resume.asked - count)
         self._put_generators(resume.now)
         return ahead
 
     def _compare(self, position: Position, order: str | None) -> None:
-        """Warn if the sampler gave other samples for what was delivered before."""
+        """Warn if the sampler gave other samples for those delivered before."""
         rank, _, digest = (position.order or "").partition(":")
         if order is not None and digest not in ("", order) and rank == str(_rank()):
             _log.warning(
@@ -381,7 +378,7 @@ class DataCursor:
         deal, before, digest = None, 0, None
         dealt_anew = resume is not None and resume.deal is not None
         if resume is not None and resume.deal is not None:
-            # No digest: other ranks were given the first part.
+            # No digest: other ranks got the first part.
             deal, before = resume.deal, resume.position.batches
         else:
             deal = None if self._way is None else self._way.deal()
@@ -401,7 +398,7 @@ class DataCursor:
         )
 
     def _batch_for(self, position: Position) -> int | None:
-        """The batch of each rank, if that has to change for a step to have as many samples."""
+        """Return each rank's new batch, if it has to change for a step to have as many samples."""
         if self._fixed == "local" or position.batch is None or self._batch is None:
             return None
         batch = batch_of_ranks(position.ranks * position.batch, self._ranks)
@@ -420,7 +417,7 @@ class DataCursor:
             samplers.put_generators(each, state.get("generators", {}))
 
     def _put_seed(self, state: Mapping[str, Any]) -> None:
-        """What all epochs are dealt by: the same as before, whatever this run was given."""
+        """Restore the seed of all epochs, whatever seed this run was given."""
         saved = state["now"]["samplers"][-1:]
         if saved:
             samplers.put_seed(samplers.chain(self.stock)[-1], saved[0])
@@ -433,18 +430,18 @@ class DataCursor:
 
     @property
     def _data(self) -> tuple[int | None, str | None]:
-        """The length and the fingerprint of the dataset, as far as it says them."""
+        """Return the length and the fingerprint of the dataset, as far as it has them."""
         dataset = getattr(self.loader, "dataset", None)
         fingerprint = getattr(dataset, "fingerprint", None)
         return length(dataset), fingerprint if isinstance(fingerprint, str) else None
 
     def _place(self, sampler: object) -> None:
-        # A DataLoader refuses another sampler by assignment, and a new loader would need the
+        # A DataLoader refuses assignment of another sampler, and a new loader would need the
         # arguments of this one's class.
         object.__setattr__(self.loader, self._where, sampler)
         kept = getattr(self.loader, "_iterator", None)
         if kept is not None and hasattr(kept, "_index_sampler"):
-            kept._index_sampler = sampler  # workers that persist keep what they were made with
+            kept._index_sampler = sampler  # persistent workers keep the sampler they were made with
 
     @property
     def _batch(self) -> int | None:
@@ -452,7 +449,7 @@ class DataCursor:
 
 
 class _AskingCursor(DataCursor):
-    """A cursor for a loader that knows its position itself, or whose dataset does."""
+    """A cursor for a loader that knows its position, or whose dataset does."""
 
     is_asked = True
 
@@ -497,8 +494,8 @@ class _AskingCursor(DataCursor):
         if not reason:
             self._asked.load_state_dict(deepcopy(state["own"]))
             if position.is_over and samplers.is_torchdatas(self.loader, "state_dict"):
-                # The next iterator is that of the epoch that is over; sometimes it is made, and
-                # another one in its place, which draws twice.
+                # The next iterator is that of the old epoch; sometimes it is made, and another one
+                # in its place, which draws twice.
                 iter(self.loader)
         if not reason and position.ranks != self._ranks:
             reason = (
@@ -519,7 +516,7 @@ class _AskingCursor(DataCursor):
         """Do nothing: nothing of the loader was changed."""
 
     def _state(self) -> Any:
-        return deepcopy(self._asked.state_dict())  # it may go on changing what it gave
+        return deepcopy(self._asked.state_dict())  # the owner may change its state later
 
 
 class Iteration(Iterator[Any]):
@@ -531,19 +528,18 @@ class Iteration(Iterator[Any]):
         self.resume: Final = resume
         delivered = None if resume is None or resume.start is None else resume.position.batches
         self.before: Final[int] = passed_over // cursor.at_once if delivered is None else delivered
-        """Batches of its epoch that each rank was given before it."""
+        """The batches of its epoch that each rank got before it."""
         self.start: _Start | None = None
-        """What its order follows from; None before it has begun."""
+        """The origin of its order; None before it has begun."""
         self.order: Final = DeliveredOrder()
-        """The order of what it gave, and of what was delivered before a restart."""
+        """The order of its samples, and of those delivered before a restart."""
         self.has_begun = False
         self._asked = 0
         before = cursor.note()
         self._left = iter(cursor.stock) if resume is None else iter(())
         self._stock: Any = self._left if resume is None else None
-        """The iterator of the stock sampler; None before it began, and where samples are dealt
-        anew."""
-        # Samplers draw or count when the first number is asked for. One that did now has begun.
+        """The stock sampler's iterator; None before it began, and for redistributed samples."""
+        # Samplers draw or count at the first request. One that did so now has begun.
         if not cursor.note().is_same(before):
             self.start, self.has_begun = before, True
 
@@ -565,7 +561,7 @@ class Iteration(Iterator[Any]):
 
     @property
     def request_count(self) -> int:
-        """How often the sampler was asked for what comes next, over all restarts."""
+        """Return the number of requests to the sampler, over all restarts."""
         if self.resume is None or self.resume.start is None:
             return self._asked
         delivered = self.resume.position.batches * self._cursor.at_once
@@ -573,12 +569,11 @@ class Iteration(Iterator[Any]):
 
 
 class StatefulIteration(Iteration):
-    """An iteration for torchdata's loader, which asks for its state. It returns what the stock
-    iterator would, so a checkpoint can also be resumed where no cursor follows the loader."""
+    """An iteration for torchdata's loader, which asks for its state. That is the stock iterator's,
+    so a checkpoint can also be resumed without a cursor."""
 
     def state_dict(self) -> Any:
-        """Return the stock iterator's state. It is empty for an epoch that was dealt anew, and
-        torchdata refuses that."""
+        """Return the stock iterator's state; for a redistributed epoch {}: torchdata refuses it."""
         return self._stock.state_dict() if _has_state(self._stock) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -588,7 +583,7 @@ class StatefulIteration(Iteration):
 
 
 class _ResumedIterator(Iterator[Any]):
-    """``rest``, which was asked ``count`` times already."""
+    """The iterator ``rest`` after ``count`` requests, with their results first."""
 
     def __init__(self, rest: Iterator[Any], count: int) -> None:
         asked = (next(rest, _END) for _ in range(count))
@@ -606,14 +601,14 @@ class _FollowedSampler:
     cursor: DataCursor
     stock: Any
     passed_over: int
-    """Batches that whoever asks throws away."""
+    """The batches that the caller discards."""
 
     def __init__(self, cursor: DataCursor, passed_over: int = 0) -> None:
         vars(self).update(cursor=cursor, stock=cursor.stock, passed_over=passed_over)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # Frameworks ask by isinstance which sampler a loader has, and make loaders anew by that.
+        # Frameworks test by isinstance which sampler a loader has, and make new loaders by that.
         return type(self.stock)
 
     def __iter__(self) -> Iterator[Any]:
@@ -623,7 +618,7 @@ class _FollowedSampler:
         return self.cursor.batches
 
     def __getattr__(self, name: str) -> Any:
-        # Before __init__, as in a copy, there is no stock to ask: it would ask itself for ever.
+        # Before __init__, as in a copy, there is no stock: the lookup would recurse for ever.
         if name.startswith("__") or name in ("cursor", "stock", "passed_over"):
             raise AttributeError(name)
         return getattr(self.stock, name)
@@ -638,7 +633,7 @@ class _FollowedSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What the order of one epoch follows from, as its iterator began."""
+    """The origin of one epoch's order, as its iterator began."""
 
     loader: dict[str, Any]
     samplers: list[dict[str, Any]]
@@ -660,23 +655,22 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Resume:
-    """An epoch that is gone on with."""
+    """An epoch to continue."""
 
     position: Position
     start: _Start | None
-    """None: nobody had asked for its first sample."""
+    """None: its first sample was not requested."""
     now: _Start
     deal: Deal | None
-    """How its rest is dealt anew; None: the stock samplers deal it, as before."""
+    """The redistribution of its rest; None: the stock samplers distribute it, as before."""
     loaded: Mapping[str, Any]
-    """The state that this was made of."""
+    """The state that it was made from."""
     asked: int | None = None
-    """How often the sampler was asked for what comes next, since the epoch began; None: nobody
-    counted."""
+    """The number of requests to the sampler since the epoch began; None if unknown."""
 
 
 def _who_knows(loader: object) -> Any:
-    """Return what knows the loader's position: the loader, or its dataset; None if neither does."""
+    """Return the owner of the position: the loader, or its dataset; None if neither knows it."""
     dataset = getattr(loader, "dataset", None)
     is_stream = isinstance(dataset, IterableDataset)
     if samplers.is_torchdatas(loader, "state_dict"):
@@ -688,7 +682,7 @@ def _who_knows(loader: object) -> Any:
 
 
 def _is_followed(loader: object) -> bool:
-    """True for one that gets the numbers of its samples from a sampler."""
+    """Return True for a loader that gets the numbers of its samples from a sampler."""
     return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -698,12 +692,12 @@ def _has_state(what: object) -> bool:
 
 
 def _as_it_is(stock: Any) -> Any:
-    """What a copy of a loader that is followed has as its sampler: nobody follows the copy."""
+    """Return the sampler of a followed loader's copy: no cursor follows the copy."""
     return stock
 
 
 def _rank() -> int:
-    """The rank of this process among those that train together."""
+    """Return the rank of this process among those that train together."""
     distributed = torch.distributed
     is_one = not distributed.is_available() or not distributed.is_initialized()
     return 0 if is_one else distributed.get_rank()

@@ -1,6 +1,6 @@
-"""How the index samplers that we know deal an epoch to ranks.
+"""The distribution of an epoch to ranks, as the known index samplers do it.
 
-Those of frameworks are known by their names: this floor imports none of them.
+Frameworks' samplers are recognized by their names: this layer imports none of them.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from portus.companions.loaders import samplers
 from portus.companions.samples.deal import Deal, Tail
 
 Dispatch = Literal["batches", "pieces"]
-"""What a process that loads for all ranks hands out: a batch to each, or a piece of one batch."""
+"""The parts that a process that loads for all ranks gives them: batches, or pieces of one batch."""
 
 _SHARD: Final = ("accelerate.data_loader", "BatchSamplerShard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochDealing:
-    """How one epoch is dealt."""
+    """The distribution of one epoch."""
 
     batches: BatchSampler | None
     """The sampler that makes batches; None if samples come one by one."""
     dealt: Any
-    """The sampler that they are made of."""
+    """The sampler whose samples they contain."""
     samples: int
-    """How many the whole sequence has."""
+    """The number of samples in the whole sequence."""
     rank: int = 0
     ranks: int = 1
     tail: Tail = Tail.EVEN
     pieces: int = 1
-    """Ranks that share a batch of ``batches``."""
+    """The number of ranks that share a batch of ``batches``."""
     for_all: bool = False
     """Whether the loader gives the samples of all ranks, to be dispatched."""
 
     @property
     def batch(self) -> int:
-        """Samples that a rank gets in a step."""
+        """Return the samples that a rank gets in a step."""
         return 1 if self.batches is None else self.batches.batch_size // self.pieces
 
     @property
     def at_once(self) -> int:
-        """Batches that the loader gives in a step."""
+        """Return the batches that the loader gives in a step."""
         return self.ranks // self.pieces if self.for_all else 1
 
     def deal(self, delivered: int = 0) -> Deal:
-        """How the samples that are left after ``delivered`` are dealt to all ranks."""
+        """Return the distribution of the samples after ``delivered`` to all ranks."""
         return Deal(
             samples=self.samples,
             delivered=delivered,
@@ -59,7 +59,7 @@ class EpochDealing:
         )
 
     def of_loader(self, deal: Deal) -> tuple[Deal, int]:
-        """Return the same deal as the loader of this rank does it, and which rank it is then."""
+        """Return the same distribution as this rank's loader does it, and this rank in it."""
         if not self.for_all:
             return deal, self.rank
         together = Deal(
@@ -72,7 +72,7 @@ class EpochDealing:
 
 
 def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | None:
-    """Return how a loader deals; None if that is not known. ranks: processes that train
+    """Return the distribution of a loader; None if it is unknown. ranks: processes that train
     together."""
     if (type(stock).__module__, type(stock).__qualname__) == _SHARD:
         return _of_one_sequence(
@@ -89,7 +89,7 @@ def way_of(stock: Any, ranks: int, dispatch: Dispatch | None) -> EpochDealing | 
 
 
 def change_batch(stock: Any, way: EpochDealing, batch: int) -> None:
-    """Let each rank get ``batch`` samples in a step, from the next epoch that begins on."""
+    """Let each rank get ``batch`` samples in a step, from the next epoch on."""
     for each in samplers.chain(stock):
         if isinstance(each, BatchSampler) and hasattr(each, "batch_size"):
             each.batch_size = batch * way.pieces
@@ -118,13 +118,13 @@ def _of_torch(stock: Any, ranks: int) -> EpochDealing | None:
     if samples is None or isinstance(dealt, BatchSampler):
         return None
     if ranks > 1 and samplers.sequence_of(dealt) is None:
-        return None  # it may give each rank a part of its own
+        return None  # it may give each rank its own part
     return EpochDealing(batches=batches, dealt=dealt, samples=samples)
 
 
 def _of_one_sequence(stock: Any, **by_ranks: Any) -> EpochDealing | None:
-    """Return how ``stock`` batches the whole sequence, which other code deals to ranks as
-    ``by_ranks`` says; None if it does not, if that is not known, or if pieces would differ in
+    """Return the batching by ``stock`` of the whole sequence, which other code distributes to ranks
+    as ``by_ranks`` says; None if it does not, if that is unknown, or if pieces would differ in
     size."""
     way = _of_torch(stock, 1)
     if way is None or way.batches is None or isinstance(way.batches.sampler, DistributedSampler):
@@ -134,7 +134,7 @@ def _of_one_sequence(stock: Any, **by_ranks: Any) -> EpochDealing | None:
 
 
 def length(what: object) -> int | None:
-    """Return the length of a loader; None if it does not say."""
+    """Return the length of a loader; None if it has none."""
     try:
         return len(what)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

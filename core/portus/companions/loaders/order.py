@@ -1,8 +1,8 @@
 """``DeliveredOrder``: a digest of the samples that a loader was given, batch by batch.
 
-A resumed epoch asks its sampler again for what was delivered. A sampler with a counter of its own
-gives other samples then, and nothing else would tell. The digest after each of the last batches is
-kept, because loaders ask for more than they deliver.
+A resumed epoch asks its sampler again for the delivered samples. A sampler with its own counter
+gives other samples then, which only the digest reveals. The digest after each of the last batches
+is kept, because loaders request more than they deliver.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 import xxhash
 
 KEPT: Final = 65536
-"""Batches that a loader may be ahead of training, at most."""
+"""The most batches that a loader may be ahead of training."""
 
 
 class DeliveredOrder:
     """The order of one epoch so far. Samples are numbers, texts, or tuples, arrays and tensors of
-    these; of others nothing is known."""
+    these; others have no digest."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -52,7 +52,7 @@ def _bytes_of(batch: Any) -> bytes | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands for a number, an array or a tensor."""
+    """Return a plain value for a number, an array or a tensor."""
     return value.tolist() if hasattr(value, "tolist") else operator.index(value)
 
 

@@ -1,7 +1,7 @@
 """The random number generators of one process as bytes, and back.
 
-Python's, numpy's global one, torch's of the CPU and of one CUDA device: what a training loop
-draws from. Stored as a tensor of plain bytes, so that a checkpoint needs no pickle for it.
+Python's, numpy's global one, torch's of the CPU and of one CUDA device: a training loop draws from
+these. Stored as a tensor of plain bytes, so a checkpoint needs no pickle for it.
 
 Each generator is one field: a tag (1 byte), a length (4 bytes, little-endian), and that many
 bytes. The rest of the room is zero. A field that is missing leaves its generator as it is.
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 RANDOMNESS_BYTES: Final = 16384
-"""Bytes for one process: the same for all, so that ranks can gather them as one tensor."""
+"""The bytes for one process: as many for all, so ranks can gather them as one tensor."""
 
 SEED_BYTES: Final = 56
-"""Bytes that ``seed_inside`` takes."""
+"""The number of bytes that ``seed_inside`` takes."""
 
 _FIELD: Final = struct.Struct("<BI")
 _PYTHON: Final = struct.Struct("<625I?d")
@@ -31,11 +31,11 @@ _TAG_PYTHON, _TAG_NUMPY, _TAG_TORCH, _TAG_CUDA = 1, 2, 3, 4
 
 
 def capture_randomness(device: torch.device) -> torch.Tensor:
-    """The state of all generators: (RANDOMNESS_BYTES,), uint8, on the CPU.
+    """Return the state of all generators: (RANDOMNESS_BYTES,), uint8, on the CPU.
 
-    device: whose CUDA generator.
+    device: the one whose CUDA generator is included.
     """
-    # Tags and lengths: an older Portus passes over what it does not know.
+    # With tags and lengths an older Portus skips fields that it does not know.
     fields = b"".join(_FIELD.pack(tag, len(data)) + data for tag, data in _states(device))
     assert len(fields) <= RANDOMNESS_BYTES
     return torch.frombuffer(bytearray(fields.ljust(RANDOMNESS_BYTES, b"\0")), dtype=torch.uint8)
@@ -47,9 +47,9 @@ def no_randomness() -> torch.Tensor:
 
 
 def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
-    """Put all generators where they were when ``capture_randomness`` gave ``state``.
+    """Restore all generators to the moment when ``capture_randomness`` returned ``state``.
 
-    Fields that are not known are passed over.
+    Unknown fields are ignored.
     """
     data = state.cpu().numpy().tobytes()
     place = 0
@@ -64,7 +64,7 @@ def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
 
 @contextmanager
 def seed_inside(seed: bytes) -> Iterator[None]:
-    """Inside, the generators of the CPU have begun at ``seed``; after it they stand where they did.
+    """Start the generators of the CPU at ``seed`` inside; restore their states at the end.
 
     seed: SEED_BYTES. Each generator has bytes of its own: Python's and numpy's are the same
     algorithm, and would draw the same.
@@ -72,7 +72,7 @@ def seed_inside(seed: bytes) -> Iterator[None]:
     python, numpy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(seed[:24])
     np.random.seed(np.frombuffer(seed, "<u4", count=6, offset=24))
-    # Not torch.manual_seed, which goes to all CUDA devices too.
+    # Not torch.manual_seed, which seeds all CUDA devices too.
     torch.default_generator.manual_seed(int.from_bytes(seed[48:SEED_BYTES], "little") >> 1)
     try:
         yield
@@ -87,7 +87,7 @@ def _states(device: torch.device) -> Iterator[tuple[int, bytes]]:
     if version == 3:
         yield _TAG_PYTHON, _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    # Another bit generator, which a user may have set, has no place here: it stays as it is.
+    # Another bit generator, which a user may have set, stays as it is.
     if name == "MT19937":
         words = np.asarray(keys).tolist()
         yield _TAG_NUMPY, _NUMPY.pack(*words, position, bool(has_gauss), cached)

@@ -1,7 +1,6 @@
-"""What decides the order of a loader's samples: the states of its samplers, and sequences made of
-them again.
+"""The origin of a loader's order: the states of its samplers, and the sequences made from them.
 
-Only numbers, texts and tensors are kept, so that a checkpoint with them needs no pickle.
+Only numbers, texts and tensors are kept, so a checkpoint with them needs no pickle.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 _LAYERS_MAX: Final = 8
-"""Samplers around samplers are not followed further."""
+"""The most samplers inside of samplers that are followed."""
 
 _SEEDS: Final = ("seed", "initial_seed")
 _NUMBERS: Final = ("epoch", *_SEEDS)
-"""What samplers call the numbers that their order follows from."""
+"""The names of samplers' numbers that decide their order."""
 
 _SEEDABLE: Final = ("accelerate.data_loader", "SeedableRandomSampler")
 
 
 def chain(outermost: object) -> list[Any]:
-    """A sampler, the one that it takes samples from, and so on."""
+    """Return a sampler, the one that it takes samples from, and so on."""
     found: list[Any] = []
     sampler: Any = outermost
     while sampler is not None and len(found) < _LAYERS_MAX:
@@ -38,13 +37,13 @@ def chain(outermost: object) -> list[Any]:
 
 
 def state_of(sampler: object) -> dict[str, Any]:
-    """What the sampler's next order follows from: its ``state_dict`` if it has one, else its
-    generators and seeds."""
+    """Return the state that decides the sampler's next order: its ``state_dict`` if it has one,
+    else its generators and seeds."""
     own = getattr(sampler, "state_dict", None)
     is_own = callable(own) and callable(getattr(sampler, "load_state_dict", None))
-    # torchdata's say where their last order ended, not what the next one follows from.
+    # torchdata's have the end of their last order, not the origin of the next one.
     if is_own and not is_torchdatas(sampler, "state_dict"):
-        return {"own": deepcopy(own())}  # type: ignore[misc]  # it may go on changing what it gave
+        return {"own": deepcopy(own())}  # type: ignore[misc]  # it may change later
     numbers = {name: getattr(sampler, name, None) for name in _NUMBERS}
     return {
         "numbers": {name: each for name, each in numbers.items() if isinstance(each, int)},
@@ -53,7 +52,7 @@ def state_of(sampler: object) -> dict[str, Any]:
 
 
 def put(sampler: Any, state: Mapping[str, Any]) -> None:
-    """Put back what ``state_of`` gave."""
+    """Restore a state from ``state_of``."""
     if "own" in state:
         sampler.load_state_dict(deepcopy(state["own"]))
         return
@@ -68,33 +67,33 @@ def _put_numbers(sampler: Any, state: Mapping[str, Any], names: Iterable[str]) -
 
 
 def mismatched_number(sampler: Any, state: Mapping[str, Any]) -> str:
-    """The name of a number that the sampler has otherwise than in ``state``, and that nobody can
-    set; nothing if there is none."""
+    """Return the name of a number of the sampler that differs from ``state``, and cannot be set; ""
+    if there is none."""
     numbers = state.get("numbers", {})
     names = (each for each in numbers if _is_fixed(sampler, each))
     return next((each for each in names if getattr(sampler, each) != numbers[each]), "")
 
 
 def put_seed(sampler: Any, state: Mapping[str, Any]) -> None:
-    """Put back the seed that the order of all epochs follows from, of a framework's sampler."""
+    """Restore the seed of all epochs' orders, in a framework's sampler."""
     if isinstance(sampler, DistributedSampler) or _is_seedable(sampler):
         _put_numbers(sampler, state, _SEEDS)
 
 
 def generators_of(owner: object) -> dict[str, Any]:
-    """The states of the generators that are attributes of a loader or sampler."""
+    """Return the states of the generators that are attributes of a loader or sampler."""
     return {name: _take(each) for name, each in _generators(owner)}
 
 
 def put_generators(owner: object, states: Mapping[str, Any]) -> None:
-    """Put back what ``generators_of`` gave."""
+    """Restore states from ``generators_of``."""
     for name, each in _generators(owner):
         if name in states:
             _set(each, states[name])
 
 
 def is_same(state: object, other: object) -> bool:
-    """True if two of these states, or dicts and lists of them, say the same."""
+    """Return True if two of these states, or dicts and lists of them, are equal."""
     if isinstance(state, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(state, other)
     if isinstance(state, dict):
@@ -109,8 +108,8 @@ def is_same(state: object, other: object) -> bool:
 
 
 def sequence_of(sampler: Any) -> dict[str, Any] | None:
-    """Return what the whole sequence of the sampler's next epoch can be made from, in any process;
-    None if its kind is not known. The global generator's state is not included."""
+    """Return the description from which any process can make the whole sequence of the sampler's
+    next epoch; None for an unknown kind. It excludes the global generator's state."""
     kind = type(sampler)
     # The very class: a subclass may order samples in another way.
     if kind is SequentialSampler:
@@ -144,8 +143,8 @@ def sequence_of(sampler: Any) -> dict[str, Any] | None:
 
 
 def sequence(made_of: Mapping[str, Any]) -> list[int]:
-    """The sequence again, by the stock sampler itself. A random one without a generator of its own
-    draws from torch's, which has to stand where it did."""
+    """Return the sequence again, by the stock sampler itself. A random one without a generator
+    draws from torch's, whose state has to be the same."""
     if made_of["kind"] == "sequential":
         return list(range(made_of["samples"]))
     if made_of["kind"] in ("random", "torchdata random"):
@@ -153,7 +152,7 @@ def sequence(made_of: Mapping[str, Any]) -> list[int]:
     assert made_of["kind"] == "distributed", made_of["kind"]
     inner = None if made_of.get("of") is None else sequence(made_of["of"])
     data: Any = range(made_of["samples"])
-    # One rank of one: all samples, in the order from which ranks are dealt.
+    # One rank of one: all samples, in the order from which ranks get theirs.
     dealt: DistributedSampler[int] = DistributedSampler(
         data, 1, 0, shuffle=made_of["shuffle"], seed=made_of["seed"]
     )
@@ -178,20 +177,20 @@ def _is_torchdatas_random(sampler: object) -> bool:
 
 
 def is_torchdatas(what: object, method: str) -> bool:
-    """True if ``what`` has this method from torchdata's stateful loaders and samplers, whose own
-    classes leave it alone."""
+    """Return True if ``what`` has this method from torchdata's stateful loaders and samplers, and
+    no class of its own overrides it."""
     found = getattr(type(what), method, None)
     return str(getattr(found, "__module__", "")).startswith("torchdata.stateful_dataloader")
 
 
 def _is_fixed(sampler: object, name: str) -> bool:
-    """True for a property that cannot be set."""
+    """Return True for a property that cannot be set."""
     found = getattr(type(sampler), name, None)
     return isinstance(found, property) and found.fset is None
 
 
 def _is_seedable(sampler: object) -> bool:
-    """Accelerate's, which begins each epoch with a seed of its own; no framework is imported."""
+    """Return True for Accelerate's seedable sampler, by its name: no framework is imported."""
     kind = type(sampler)
     return (kind.__module__, kind.__qualname__) == _SEEDABLE
 
@@ -201,7 +200,7 @@ def _inside(sampler: object) -> Any:
         found = getattr(sampler, name, None)
         if found is not None:
             return found
-    # What Lightning puts around another sampler deals its samples as if they were a dataset.
+    # Lightning's wrapper of another sampler distributes its samples as if they were a dataset.
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
@@ -232,13 +231,13 @@ def _set(generator: Any, state: Any) -> None:
 
 
 def _bits(generator: Any) -> Any:
-    """numpy's bit generator, whose state is a dict."""
+    """Return numpy's bit generator, whose state is a dict."""
     own = getattr(generator, "bit_generator", None)
     return generator._bit_generator if own is None else own
 
 
 def _arrays(values: Any, like: Any) -> Any:
-    """JSON's lists as arrays, where ``like`` has them."""
+    """Return JSON's lists as arrays, where ``like`` has arrays."""
     if isinstance(like, np.ndarray):
         return np.array(values, like.dtype)
     if isinstance(like, dict):

@@ -1,12 +1,12 @@
-"""``SeededDataset``: what a sample draws follows from the sample, not from who loads it, or when.
+"""``SeededDataset``: a sample's random draws depend on the sample, not on its worker or the time.
 
-**Theory.** Where augmentations are drawn from the generators of a worker, they follow from what
-that worker loaded before, and a resumed run has other workers that loaded other samples. So here
-the generators begin anew for each sample, at a seed made of the run's seed, the epoch and the
-sample's number, and are put back after it. Any worker of any rank then draws the same for it, also
-in a run that goes on in the middle of an epoch, or with other numbers of ranks or workers.
+**Theory.** Augmentations from the generators of a worker depend on the samples that it loaded
+before, and a resumed run has other workers that loaded other samples. So here the generators
+restart for each sample, at a seed made from the run's seed, the epoch and the sample's number, and
+are restored after it. Any worker of any rank then draws the same for it, also in a run that
+continues in the middle of an epoch, or with other numbers of ranks or workers.
 
-The epoch lies in memory that is shared with workers: those that persist see it change.
+The epoch is in memory shared with workers: persistent ones see it change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from portus.errors import UsageError
 T = TypeVar("T", covariant=True)
 
 _LAYERS_MAX: Final = 8
-"""Datasets inside of datasets are not looked into further."""
+"""The most datasets inside of datasets that are searched."""
 
 
 class SeededDataset(Dataset[T]):
@@ -59,7 +59,7 @@ class SeededDataset(Dataset[T]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the random numbers depend on; 0 until ``set_epoch`` is called."""
+        """Return the epoch that the random numbers depend on; 0 until ``set_epoch`` is called."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -70,8 +70,9 @@ class SeededDataset(Dataset[T]):
 
     @staticmethod
     def why_not_told(dataset: object) -> str:
-        """Why the adapters do not tell the epoch to a ``SeededDataset`` inside of ``dataset``, such
-        as a ``Subset`` or a ``ConcatDataset``, which others may share; nothing if there is none."""
+        """Return why the adapters do not set the epoch of a ``SeededDataset`` inside of
+        ``dataset``, such as a ``Subset`` or a ``ConcatDataset``, which others may share; "" if
+        there is none."""
         if isinstance(dataset, SeededDataset) or not any(map(_has_seeded, _parts_of(dataset))):
             return ""
         return (
@@ -94,7 +95,7 @@ class SeededDataset(Dataset[T]):
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-        self._epoch.share_memory_()  # a copy has memory of its own
+        self._epoch.share_memory_()  # a copy has its own memory
 
     def _seed_of(self, index: Any) -> bytes:
         number = index.__index__() if hasattr(index, "__index__") else index
@@ -109,7 +110,7 @@ def _has_seeded(dataset: object, layer: int = 1) -> bool:
 
 
 def _parts_of(dataset: object) -> list[object]:
-    """What torch's datasets of datasets call them; nothing is called that might do work."""
+    """Return the datasets inside of torch's wrappers; call nothing that might do work."""
     own = getattr(dataset, "__dict__", {})
     many = own.get("datasets")
     parts = many.values() if isinstance(many, dict) else many
