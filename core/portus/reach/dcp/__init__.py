@@ -1,1 +1,1 @@
-"""Sharded saves: the writers that torch plans for, and whole saves and loads in one call."""
+"""Sharded saves: the writers that torch plans for, and functions for whole saves and loads."""

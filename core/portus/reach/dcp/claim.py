@@ -1,8 +1,7 @@
-"""``SeriesClaim``: one job at a time saves checkpoints of one series beside each other.
+"""``SeriesClaim``: the right of one job to save checkpoints of one series in a directory.
 
-It is a locked record in the hidden folder, as a save in flight has one, which names what is no
-file. When its process ends, however that happens, nobody has the lock, and the next start removes
-the record.
+It is a locked record in the hidden folder, like that of a save in flight, but its names are not
+files. When its process ends in any way, the lock is free, and the next start removes the record.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from portus.errors import BusyError, MediumError, printable
 
 
 class SeriesClaim:
-    """The checkpoints of a series in the directory ``above``, absolute and without links, are this
-    process's. Raises ``BusyError`` if another process has them, and ``MediumError``."""
+    """This process's claim to the checkpoints of a series in the directory ``above``, absolute and
+    without links. Raises ``BusyError`` if another process has them, and ``MediumError``."""
 
     def __init__(self, above: str, series: str) -> None:
         who = f"process {os.getpid()} on {socket.gethostname()}"
-        # In a folder that has no checkpoints: who waits for those of a directory sees none here.
+        # In a folder without checkpoints: waits for the saves of a directory do not see it.
         said = [os.fsencode(os.path.join(series, FOLDER, each)) for each in ("claim", who)]
         folder = HiddenFolder(Linux(), above)
         try:
@@ -35,10 +34,10 @@ class SeriesClaim:
             folder.close()
             raise
         self.release: Final = weakref.finalize(self, _release, os.getpid(), folder, record)
-        """Call it to end the claim, which the exit of the process does too."""
+        """Ends the claim when it is called, or when the process exits."""
         try:
             folder.system.write(record.file, b"\0".join(said))
-            # Again, now that ours is there: of two that saw nothing before, at least one sees the
+            # Again, with our claim in place: of two that saw none before, at least one sees the
             # other.
             _refuse_if_taken(folder, said, record.token, os.path.join(above, series))
         except BaseException:
@@ -49,8 +48,8 @@ class SeriesClaim:
 def _refuse_if_taken(
     folder: HiddenFolder[Descriptor], said: list[bytes], own: str, what: str
 ) -> None:
-    """Raise ``BusyError`` if another process has claimed the series. Of two that claim at once, one
-    of them or both are refused."""
+    """Raise ``BusyError`` if another process has claimed the series. Of two simultaneous claims,
+    one or both are refused."""
     for token, paths in folder.in_flight().items():
         if token != own and paths[0] == said[0] and paths != said:
             who = os.path.basename(os.fsdecode(paths[-1]))
@@ -65,9 +64,9 @@ def _release(
     owner: int, folder: HiddenFolder[Descriptor], record: LockedRecord[Descriptor]
 ) -> None:
     if owner != os.getpid():
-        return  # a forked child ends
+        return  # a forked child exits
     with contextlib.suppress(MediumError):
-        # Before the lock goes: a record that nobody holds is what a killed process left.
+        # Before the lock is released: an unlocked record counts as a killed process's.
         folder.system.unlink(folder.make(), record.name)
     with contextlib.suppress(MediumError):
         folder.system.close(record.file)

@@ -1,7 +1,7 @@
-"""``PortusStorageReader``: loads from checkpoint directories of torch's, verifying all on the way.
+"""``PortusStorageReader``: loads from torch's checkpoint directories, and verifies what it reads.
 
-Shards that are wanted as they are go straight to where they belong, and are verified there; of the
-others, the units that are needed. What stock torch wrote has no digests, and torch loads it.
+Whole shards are read directly into their targets, and verified there; of others, the needed units
+are read. Files by stock torch have no digests, and torch loads them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from portus.reach.shards.rank_file import (
 )
 
 _BUFFERS_MAX: Final = 256 << 20
-"""Bytes of shards that are in memory on their way, before the next ones are read."""
+"""The most bytes of buffered shards, before the next ones are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What a shard is by the metadata: one block of memory, in order."""
+    """A shard by the metadata: one block of memory, in order."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -80,8 +80,8 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _UnitsToRead:
-    """Whole units of a file that go to memory: where in the file they are, what they are to be
-    (None: nobody knows), and what is done then."""
+    """Whole units of a file to read to memory: their place in the file, their digests (None:
+    unknown), and the call that follows."""
 
     source: Source
     offset: int
@@ -91,12 +91,12 @@ class _UnitsToRead:
 
 
 class PortusStorageReader(FileSystemReader):
-    """Loads what ``PortusStorageWriter`` saved, or torch's own storage, verified.
+    """Loads checkpoints of ``PortusStorageWriter``, or of torch's own storage, verified.
 
-    place: the checkpoint directory, where a load has no ``checkpoint_id``. verify: False compares
-        no digests of tensors.
+    place: the checkpoint directory, if a load has no ``checkpoint_id``. verify: False compares no
+        digests of tensors.
 
-    Storage hosts are asked if they are allowed: see ``portus.allow``.
+    It connects to storage hosts that are allowed: see ``portus.allow``.
     """
 
     def __init__(self, place: PlaceName | None = None, *, verify: bool = True) -> None:
@@ -113,17 +113,17 @@ class PortusStorageReader(FileSystemReader):
 
     @property
     def directory(self) -> str:
-        """Where it loads from, absolute and without links."""
+        """Return the directory to load from, absolute and without links."""
         return os.path.realpath(self.path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A load from ``checkpoint_id`` is about to begin."""
+        """Prepare for a load from ``checkpoint_id``."""
         super().reset(checkpoint_id)
         self._is_named |= bool(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Wait for saves in flight, and return what torch noted. What is wrong with that is told by
-        ``set_up_storage_reader``: torch would make a text of it."""
+        """Wait for saves in flight, and return torch's metadata. ``set_up_storage_reader`` raises
+        errors of them: torch would turn them into text here."""
         if kwargs.get("rank") is not None:  # stock torch, without collectives, made one for each
             own: Metadata = super().read_metadata(*args, **kwargs)
             return own
@@ -156,8 +156,8 @@ class PortusStorageReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """All ranks have the metadata now. Raises ``NoCheckpointError``, ``CorruptionError``,
-        ``MediumError``, ``UsageError``."""
+        """Take the metadata, once all ranks have them. Raises ``NoCheckpointError``,
+        ``CorruptionError``, ``MediumError``, ``UsageError``."""
         if self._problem is not None:
             raise self._problem
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -166,7 +166,7 @@ class PortusStorageReader(FileSystemReader):
         self._chunks = {}
 
     def _block(self, index: MetadataIndex) -> _Block:
-        """What the metadata say of a shard."""
+        """Return the block of a shard, by the metadata."""
         noted: Any = self._known[index.fqn]
         if index.fqn not in self._chunks:
             self._chunks[index.fqn] = {
@@ -176,7 +176,7 @@ class PortusStorageReader(FileSystemReader):
         return _Block(sizes, noted.properties.dtype)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Load what this rank needs, one file after another. Raises ``CorruptionError`` with file,
+        """Load this rank's items, one file after another. Raises ``CorruptionError`` with file,
         name and offset, ``UsageError``, ``MediumError``."""
         before_write()  # a writer of this process may be saving these tensors
         by_file: dict[str, list[ReadItem]] = {}
@@ -208,7 +208,7 @@ class PortusStorageReader(FileSystemReader):
         return int(self.storage_data[item.storage_index].offset)
 
     def _load(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> bool:
-        """Load from the file ``name``; False if stock torch wrote it."""
+        """Load from the file ``name``; return False if stock torch wrote it."""
         path = os.path.join(self.directory, name)
         try:
             return use_file(path, lambda file: self._load_from(file, path, items, planner))
@@ -220,7 +220,7 @@ class PortusStorageReader(FileSystemReader):
     def _load_from(
         self, file: OpenFile, path: str, items: Sequence[ReadItem], planner: LoadPlanner
     ) -> bool:
-        """Load from an open file; False if stock torch wrote it."""
+        """Load from an open file; return False if stock torch wrote it."""
         read, name = reads(file), os.path.basename(path)
         if name.endswith(SUFFIX):
             shards = read_safetensors(read, file.size, printable(path))
@@ -236,7 +236,7 @@ class PortusStorageReader(FileSystemReader):
         if match is None and not is_rank_file(read, file.size):
             return False
         found = read_rank_file(read, file.size, printable(path))
-        # A renamed file fits by its name and its sizes: only the number inside tells.
+        # A renamed file fits by its name and its sizes: only the number inside reveals it.
         if match is None or int(match[2]) != found.save:
             raise CorruptionError(
                 f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
@@ -270,8 +270,7 @@ class _FileLoader:
         self._buffered = 0
 
     def load(self, item: ReadItem, found: RankFile, place: Any) -> None:
-        """Have an item of the file of a rank handed over, by ``flush`` at the latest. place: where
-        torch says it is."""
+        """Have ``flush`` at the latest pass on an item of a rank's file. place: as torch has it."""
         row, name = found.at(place.offset, place.length), f"{found.name}: {item.storage_index.fqn}"
         if item.type == LoadItemType.BYTE_IO:
             self._planner.load_bytes(item, io.BytesIO(bytes_of(row, self._read, name)))
@@ -296,7 +295,7 @@ class _FileLoader:
         self._load_block(item, target, storage)
 
     def load_shard(self, item: ReadItem, found: SafetensorsFile) -> None:
-        """Have an item of a safetensors file handed over, by ``flush`` at the latest."""
+        """Have ``flush`` at the latest pass on an item of a safetensors file."""
         fqn = item.storage_index.fqn
         name = f"{found.name}: {fqn}"
         if fqn not in found.keys:
@@ -351,7 +350,7 @@ class _FileLoader:
             self.flush()
 
     def flush(self) -> None:
-        """Read what is wanted, compare it, and hand it over."""
+        """Read the wanted units, compare them, and pass them on."""
         wanted, self._wanted[:] = list(self._wanted), []
         self._buffered = 0
         filled = [each for each in wanted if each.source.length]
@@ -359,7 +358,7 @@ class _FileLoader:
         for each in filled:
             units = int(unit_counts(np.array([each.source.length]))[0])
             own, at = stored[at : at + units], at + units
-            # Compared where it lies: a load reads each byte once (decision 0213).
+            # Compared in place: a load reads each byte once (decision 0213).
             if each.digests is not None and not np.array_equal(own, each.digests):
                 raise CorruptionError(
                     f"{each.name}: {each.source.length} bytes at {each.offset} are not those that "
@@ -388,7 +387,7 @@ class _FileLoader:
 
 
 def _of_safetensors(directory: str) -> FileSystemReader | None:
-    """What reads the safetensors files that stock torch wrote there; None if there are none."""
+    """Return a reader of the safetensors files that stock torch wrote; None if there are none."""
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     except ImportError:  # torch 2.6
@@ -399,7 +398,7 @@ def _of_safetensors(directory: str) -> FileSystemReader | None:
 
 
 def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
-    """True if the bytes of a shard are those of its target."""
+    """Return True if the bytes of a shard are those of its target."""
     return (
         tuple(item.lengths) == block.sizes
         and target.dtype == block.dtype
@@ -411,7 +410,7 @@ def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
 
 
 def _narrow(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:
-    """What an item wants of a shard, whose rows before ``first`` are not there."""
+    """Return the item's part of a shard, whose rows before ``first`` are not there."""
     for axis, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(axis, start - first if axis == 0 else start, length)
     return tensor

@@ -1,12 +1,12 @@
-"""``PortusStorageWriter``: checkpoint directories as torch's own storage writes them, in the
-background; also where storage hosts have the bytes of their files.
+"""``PortusStorageWriter``: writes torch's checkpoint directories in the background, also with the
+bytes of their files on storage hosts.
 
-Each rank publishes one file, ``__R_N.distcp``; N is the number of the save, so no file of another
-save is in the way. The rank that coordinates publishes its file together with ``.metadata``, once
-those of all others are there. Without ``.metadata`` stock torch sees no checkpoint, and with it
-there is a whole one. Nothing is told between ranks but for the planning: in that, at the next save,
-each rank says which of its saves failed. A late save of a state that looks like the one before it
-is planned as that was, after one exchange (``plans``).
+Each rank publishes one file, ``__R_N.distcp``; N is the number of the save, so files of different
+saves do not conflict. The rank that coordinates publishes its file together with ``.metadata``,
+once those of all others are there. Without ``.metadata`` stock torch sees no checkpoint, and with
+it a complete one. Ranks exchange messages only in the planning: there, at the next save, each rank
+reports which of its saves failed. A late save of a state with the same outline as the last one
+reuses its plan, after one exchange (``plans``).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _log: Final = logging.getLogger("portus")
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What all ranks are told: the number of the save, their own, and the failures of saves, by
-    rank."""
+    """The message to each rank: the number of the save, the rank's own number, and the failures of
+    saves, by rank."""
 
     save: int
     rank: int
@@ -69,8 +69,8 @@ class _Start:
 
 @dataclass(slots=True)
 class _PlannedDirectory:
-    """How the save before was planned. ``sizes``: of this rank's items. ``metadata``: of all ranks,
-    with the places of their items; on the rank that coordinates."""
+    """The planned previous save. ``sizes``: of this rank's items. ``metadata``: of all ranks, with
+    the places of their items; on the rank that coordinates."""
 
     planned: RankPlan
     sizes: list[int]
@@ -79,7 +79,7 @@ class _PlannedDirectory:
 
 @dataclass(frozen=True, slots=True)
 class _SaveOptions:
-    """What applies to the next save; a save of torch's own has none of it."""
+    """The options of the next save; a save by torch's own call has none of them."""
 
     files: Mapping[str, object] = field(default_factory=dict)
     step: int | None = None
@@ -95,13 +95,13 @@ class PortusStorageWriter(StorageWriter):
     that directory, as torch's own storage would, and returns when it is complete; ``save`` returns
     before.
 
-    place: the directory to save to where a save has no ``checkpoint_id``; or ``pool``.
+    place: the directory to save to if a save has no ``checkpoint_id``; or ``pool``.
     model: the name of the run, in the journal, in the mirror and on a storage host.
     links: the directory for the journal; None: ``.portus`` beside the checkpoints.
     keep: how many complete checkpoints stay, of directories whose names differ in their numbers
         alone; None: all.
     pool: the address of a storage host (``portus://host:7117``), or a list of several: the files of
-        ranks go there, spread over them, and in the directories are pointers to them. None:
+        ranks go there, spread over the hosts, and the directories have pointers to them. None:
         ``$PORTUS_POOL`` if that is a storage host.
     layout: of directories; ``"torch"``, or ``"safetensors"``: as torch's
         ``HuggingFaceStorageWriter`` writes them with ``save_distributed``, for tensors alone.
@@ -163,14 +163,14 @@ class PortusStorageWriter(StorageWriter):
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
         self._planned: _PlannedDirectory | None = None
-        # Now, not at the first save: until an optimizer has stepped nobody knows what it steps.
+        # Now, not at the first save: an optimizer's tensors are unknown until it has stepped.
         self._open_files(is_first=standing()[0] == 0).open()
 
-    # What a user calls.
+    # The user's calls.
 
     @property
     def last(self) -> SaveHandle | None:
-        """The handle of the newest save, see ``save``; None before the first one."""
+        """Return the handle of the newest save, see ``save``; None before the first one."""
         return self._saves.asked[-1].handle if self._saves.asked else None
 
     def save(
@@ -186,12 +186,11 @@ class PortusStorageWriter(StorageWriter):
     ) -> SaveHandle:
         """Begin to save ``state``. Call it on every rank.
 
-        checkpoint_id: the directory. files: further states that are to be torch files in it, by
-            their names; those of the rank that coordinates count. blocking: return when the
-            checkpoint is complete. step: of training; None: the number at the end of the name of
-            the directory. process_group: all ranks of the job, with a backend for tensors on the
-            CPU; None: the job's own. fenced: tensors that nobody writes before ``fence`` was
-            called.
+        checkpoint_id: the directory. files: further states to save as torch files in it, by their
+            names; those of the rank that coordinates count. blocking: return when the checkpoint is
+            complete. step: of training; None: the number at the end of the name of the directory.
+            process_group: all ranks of the job, with a backend for tensors on the CPU; None: the
+            job's own. fenced: tensors that no code writes before ``fence`` was called.
 
         Returns the handle of this rank's part; on the rank that coordinates, of the whole
         checkpoint. Raises as ``portus.dcp.async_save``.
@@ -205,9 +204,9 @@ class PortusStorageWriter(StorageWriter):
     def _save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
         self.reset(directory)
         state, planner = values_of(state), DefaultSavePlanner()
-        # None while it is under way: what raises leaves no plan that other ranks may not have.
+        # None while it is under way: an error leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
-        # Always, for nobody knows whether the others have a planning of before.
+        # Always, since other ranks may have a planning of before.
         number = self._next().to_bytes(ID_SIZE, "big")
         word = RankReport(named=self._directory, id=number, failed=self._saves.take_failures())
         planned = None if before is None else before.planned
@@ -233,16 +232,16 @@ class PortusStorageWriter(StorageWriter):
         )
 
     def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
-        """Fetch what the mirror has of the run that saves to the directory ``checkpoints``, if the
-        settings name a mirror and this machine lacks the newest of it. Call it on every rank, and
+        """Fetch the mirror's checkpoints of the run that saves to the directory ``checkpoints``, if
+        the settings name a mirror and this machine lacks the newest one. Call it on every rank, and
         have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
         if standing()[0] == 0:
             above = os.path.realpath(checkpoints)
             self._open_files(is_first=True).fetch(*self._run(above), above)
 
     def link(self, link: str, target: str) -> None:
-        """Have ``link`` lead to the directory ``target``, both absolute, once that is complete.
-        Call it on the rank that coordinates. Raises ``OSError`` where no link can be made."""
+        """Make ``link`` refer to the directory ``target``, both absolute, once that is complete.
+        Call it on the rank that coordinates. Raises ``OSError`` if links cannot be made."""
         self._open_files().link(link, target)
 
     def remove(self, directory: str | os.PathLike[str]) -> None:
@@ -251,18 +250,18 @@ class PortusStorageWriter(StorageWriter):
         self._open_files().remove(os.path.realpath(directory))
 
     def fence(self) -> None:
-        """Block until no save in flight reads a tensor of this rank. Optimizers that step do so by
-        themselves."""
+        """Block until no save in flight reads a tensor of this rank. Optimizers that step do so
+        automatically."""
         if self._files is not None:
             self._files.fence()
 
     def wait(self) -> None:
-        """Block until this rank's saves are over. Raises what nobody heard of."""
+        """Block until this rank's saves have ended. Raises errors that were not reported yet."""
         if self._files is not None:
             self._files.wait()
 
     def close(self) -> None:
-        """Finish the saves in flight. It may be used again."""
+        """Finish the saves in flight. The writer may be used again."""
         files, self._files = self._files, None
         self._planned = None
         try:
@@ -275,17 +274,17 @@ class PortusStorageWriter(StorageWriter):
     def _close(self, files: TrainingFiles) -> None:
         try:
             if self._keep is not None and self._is_coordinator:
-                files.wait()  # what was in flight counts now
+                files.wait()  # saves in flight count now
                 for path in self._surplus():
                     files.remove(path)
         finally:
             files.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle needs to make this writer in another process: its arguments."""
+        """Return the arguments with which pickle makes this writer in another process."""
         return partial(PortusStorageWriter, **self._arguments), ()
 
-    # What torch calls.
+    # torch's calls.
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -293,18 +292,18 @@ class PortusStorageWriter(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A save to ``checkpoint_id``, a directory, is about to begin."""
+        """Prepare for a save to the directory ``checkpoint_id``."""
         named = os.fspath(checkpoint_id) if checkpoint_id else self._default
         if not named:
             raise UsageError("checkpoint_id: expected the directory to save to, found none")
         self._directory = os.path.realpath(os.fsdecode(named))
 
     def storage_meta(self) -> StorageMeta | None:
-        """What torch keeps beside its plan."""
+        """Return the metadata of the storage that torch keeps beside its plan."""
         return StorageMeta(checkpoint_id=self._directory)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ``UsageError`` for what makes no whole checkpoint."""
+        """Prepare the save. Raises ``UsageError`` if it makes no whole checkpoint."""
         if not kwargs.get("use_collectives", True):
             raise UsageError(
                 "use_collectives=False: ranks that plan alone make no checkpoint that all of them "
@@ -316,19 +315,19 @@ class PortusStorageWriter(StorageWriter):
         self._contents = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Adds what this rank has to say."""
+        """Add this rank's report to the plan."""
         self._local = plan
         word = RankReport(named=self._directory, id=b"", failed=self._saves.take_failures())
         return replace(plan, storage_data=word)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds the number of the save, and what ranks said."""
+        """Add the number of the save, and the reports of all ranks."""
         words = [plan.storage_data for plan in plans]
         directories = {word.named for word in words}
         if len(directories) > 1:
             found = ", ".join(printable(each) for each in sorted(directories)[:2])
             raise UsageError(f"checkpoint_id: expected the same on all ranks, found {found}")
-        # Before any rank writes: they do once they have the plans that this returns.
+        # Before any rank writes: ranks do so once they have the plans that this returns.
         self._take()
         self._clear()
         failed = [word.failed for word in words]
@@ -341,7 +340,7 @@ class PortusStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Begin to save this rank's items; on the rank that coordinates, ``finish`` does."""
         start = plan.storage_data
-        # With cached plans torch hands out those of the save before, whose number is taken.
+        # With cached plans torch returns those of the save before, whose number is taken.
         if not isinstance(start, _Start) or start.save in {each.save for each in self._saves.asked}:
             raise UsageError(
                 "planner: its plans are those of an earlier save (enable_plan_caching); use one "
@@ -361,8 +360,8 @@ class PortusStorageWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Save the metadata; on the rank that coordinates. Returns when the checkpoint is complete,
-        or at once if it is late."""
+        """Save the metadata, on the rank that coordinates. Return when the checkpoint is complete,
+        or at once for a late save."""
         metadata.version = getattr(metadata, "version", None) or _version()
         metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
         self._metadata = metadata
@@ -371,13 +370,12 @@ class PortusStorageWriter(StorageWriter):
         self._begin_whole(contents, metadata, len(results))
 
     def _next(self) -> int:
-        """The number of the next save; on the rank that coordinates."""
-        # A time, so that no name is used again after a restart; and rising, whatever the clock
-        # does.
+        """Return the number of the next save, on the rank that coordinates."""
+        # A time, so no name returns after a restart; and rising, whatever the clock does.
         return max(time.time_ns(), max((each.save for each in self._saves.asked), default=0) + 1)
 
     def _ask(self, start: _Start, contents: ShardContents) -> RankSave:
-        """A save that all ranks take part in."""
+        """Return a new save that all ranks take part in."""
         self._start, contents.save = start, start.save
         name = self._layout.file_name(start.rank, start.save)
         asked = RankSave(start.save, [os.path.join(self._directory, name)])
@@ -395,8 +393,8 @@ class PortusStorageWriter(StorageWriter):
         self._options = _SaveOptions()
 
     def _begin_whole(self, contents: ShardContents, metadata: Metadata, count: int) -> None:
-        """The file of the rank that coordinates, and the metadata of ``count`` ranks. Returns when
-        the checkpoint is complete, or at once if it is late."""
+        """Begin to save the file of the rank that coordinates, and the metadata of ``count`` ranks.
+        Return when the checkpoint is complete, or at once for a late save."""
         start, asked = self._start, self._saves.asked[-1]
         assert start is not None
         options, step, self._options = self._options, self._step(), _SaveOptions()
@@ -404,7 +402,7 @@ class PortusStorageWriter(StorageWriter):
         own = os.path.basename(asked.paths[0])
         others = [self._layout.file_name(rank, start.save) for rank in range(count)]
         others.remove(own)
-        # Before anything of this rank is written: the others have begun by now (decision 0213).
+        # Before this rank writes anything: the others have begun by now (decision 0213).
         if others and not self._open_files().has_begun:
             require_seen(self._directory, others)
         older = self._older(start.save)
@@ -417,19 +415,19 @@ class PortusStorageWriter(StorageWriter):
             fenced=options.fenced,
         )
         asked.handle = handle
-        # After the commit, by the queue: `.metadata` of before leads to them until then.
+        # After the commit, by the queue: the earlier `.metadata` refers to them until then.
         for path in (*older, *self._surplus()):
             self._begin_files().remove(path)
         if not options.is_late:
             handle.wait()
 
-    # Planned as before.
+    # Reused plans.
 
     def _reuse_contents(
         self, before: _PlannedDirectory | None, values: list[Any]
     ) -> ShardContents | None:
-        """What this rank saves, if it may be as ``before``. Raises ``UsageError`` for what cannot
-        be saved."""
+        """Return this rank's contents, if the plan ``before`` still fits. Raise ``UsageError`` for
+        a value that cannot be saved."""
         is_new = self._is_coordinator and not self._has_claim()
         if before is None or is_new or not self._options.is_late:
             return None
@@ -463,7 +461,7 @@ class PortusStorageWriter(StorageWriter):
     def _open_files(self, *, is_first: bool | None = None) -> TrainingFiles:
         if self._files is None:
             self._is_first = self._is_coordinator if is_first is None else is_first
-            # One rank sees to the files of all, which are in one directory.
+            # One rank handles the journal and mirror of all files, which are in one directory.
             alone = replace(self._settings, journal=False, mirror="none")
             settings = self._settings if self._is_first else alone
             self._files = TrainingFiles(
@@ -471,7 +469,7 @@ class PortusStorageWriter(StorageWriter):
                 of_directories=True,
                 telling=re.escape(NAME),
                 # The rank that coordinates removes files of all; this one keeps links to its own,
-                # to write over what was removed.
+                # to reuse the removed ones.
                 removed_elsewhere=not self._is_first and self._pool is None,
                 pool=self._pool,
                 is_named=self._name is not None,
@@ -480,7 +478,7 @@ class PortusStorageWriter(StorageWriter):
         return self._files
 
     def _run(self, above: str) -> tuple[str, str]:
-        """What the run that saves to ``above`` is called, and where its journal is."""
+        """Return the name of the run that saves to ``above``, and the directory of its journal."""
         name = self._name or os.path.basename(above) or "checkpoints"
         return name, self._links or os.path.join(above, DEFAULT_DIRECTORY)
 
@@ -495,7 +493,7 @@ class PortusStorageWriter(StorageWriter):
         return files
 
     def _take(self) -> None:
-        """Raises ``BusyError`` if another job has checkpoints of such names."""
+        """Claim the series. Raises ``BusyError`` if another job has checkpoints of such names."""
         wanted = self._series()
         if wanted not in self._claims:
             with PENDING.exempt():
@@ -511,7 +509,7 @@ class PortusStorageWriter(StorageWriter):
         return self._open_files().has_begun and self._series() in self._claims
 
     def _series(self) -> tuple[str, str]:
-        """The names of checkpoints that this one has one of, and where they are."""
+        """Return the directory of this series, and the common part of its names."""
         above = os.path.dirname(self._directory)
         root = os.path.realpath(os.path.dirname(self._links)) if self._links else above
         if os.path.commonpath([root, above]) == root:
@@ -519,8 +517,7 @@ class PortusStorageWriter(StorageWriter):
         return above, series_of(os.path.relpath(self._directory, above))
 
     def _step(self) -> int:
-        """What was said, or the number at the end of the directory's name; else saves are
-        counted."""
+        """Return the user's step, the number at the end of the directory's name, or a count."""
         self._count += 1
         if self._options.step is not None:
             return self._options.step
@@ -529,7 +526,7 @@ class PortusStorageWriter(StorageWriter):
         return int(tail) if tail and len(tail) < 16 else self._count
 
     def _older(self, save: int) -> list[str]:
-        """The files of earlier saves to the same directory."""
+        """Return the files of earlier saves to the same directory."""
         with PENDING.exempt():
             stale = stale_in(self._directory, save)
         before = [path for each in self._saves.asked if each.save < save for path in each.paths]

@@ -1,14 +1,12 @@
-"""``RankFiles``: a checkpoint whose files a framework names, each rank its own, in one directory.
+"""``RankFiles``: checkpoints of files that a framework names, each rank its own, in one directory.
 
 Each rank publishes its files in the background; the first one does once those of all others are
-there. Then, where it was asked to, it replaces a text file that names the checkpoint (``latest``).
-Nothing is told between ranks after the call. In the call they tell each other which saves failed,
-and which files to expect.
+there. Then, on request, it replaces a text file that names the checkpoint (``latest``). Ranks
+exchange messages only in the call: which saves failed, and which files to expect.
 
-The names of files are those of the framework, so a directory that has a checkpoint cannot have a
-second one beside it. Such a save is done in the call: all ranks write their files under hidden
-names first, and rename them when all have. A kill right then can leave files of both; their notes
-tell.
+The framework names the files, so a directory cannot have two checkpoints. A save to a directory
+that has one is done in the call: all ranks write their files under hidden names first, and rename
+them when all have. A kill right then can leave files of both; their notes reveal it.
 """
 
 from __future__ import annotations
@@ -39,8 +37,8 @@ from portus.reach.training.training_files import TrainingFiles
 
 @dataclass(frozen=True, slots=True)
 class FilesOfRank:
-    """What a rank saves: files by their names, and the tensors in them that nobody writes before
-    ``RankFiles.fence`` was called."""
+    """A rank's part of a save: files by their names, and the tensors in them that no code writes
+    before ``RankFiles.fence`` was called."""
 
     files: Mapping[str, object]
     fenced: Sequence[torch.Tensor] = ()
@@ -48,7 +46,7 @@ class FilesOfRank:
 
 @dataclass(frozen=True, slots=True)
 class LatestFile:
-    """A text file that is to name the checkpoint once that is complete."""
+    """A text file that will name the checkpoint once that is complete."""
 
     path: str
     text: str
@@ -59,8 +57,8 @@ class RankFiles:
     called on every rank, but for ``fence``."""
 
     def __init__(self, settings: Settings, name: str | None = None) -> None:
-        """name: of the run, in the journal; None: what the directory above the checkpoints is
-        called. Raises ``UsageError`` for settings that only pools have."""
+        """Prepare for a job. name: of the run, in the journal; None: the name of the directory
+        above the checkpoints. Raises ``UsageError`` for settings that only pools have."""
         self._settings: Final = settings
         self._name: Final = name
         self._is_first: Final = standing()[0] == 0
@@ -86,14 +84,14 @@ class RankFiles:
     ) -> list[SaveHandle]:
         """Begin to save what ``collect`` returns into ``directory``, absolute. Collective.
 
-        collect: called on all ranks between two exchanges; what it raises is raised as it is.
+        collect: called on all ranks between two exchanges; its errors are raised unchanged.
         latest: replaced once the checkpoint is complete; by the first rank. base: of a part of
         another checkpoint, the directory whose hidden folder has the drafts. now: return when the
         checkpoint is complete.
 
-        Returns the handles of what this rank saves: of its files, and of ``latest``. Raises on all
-        ranks ``UsageError`` for what cannot be saved, and ``AbandonedError`` for a save that
-        failed, as ``on_error`` says.
+        Returns the handles of this rank's saves: of its files, and of ``latest``. Raises on all
+        ranks ``UsageError`` for a value that cannot be saved, and ``AbandonedError`` for a save
+        that failed, as ``on_error`` says.
         """
         where = os.path.realpath(directory)
         numbers, have_files, failed = _exchange(
@@ -110,9 +108,9 @@ class RankFiles:
                 # In a directory that has a checkpoint all drafts are durable before the first
                 # rename.
                 gate.await_draft(handle)
-            # As where a disk is full.
+            # For example on a full disk.
             has_failed = handle is not None and handle.done and not handle.committed
-            # None became visible by now: the gates open only if no rank was refused.
+            # None is visible yet: the gates open only if no rank was refused.
             names, problems, failures = _exchange(tuple(found.files), problem, has_failed)
             others = [name for each in names[1:] for name in each]
             refused = [each for each in problems if each is not None]
@@ -124,7 +122,7 @@ class RankFiles:
         if refused:
             with contextlib.suppress(PortusError):
                 if handle is not None:
-                    handle.wait()  # what it fails with is no news
+                    handle.wait()  # its error is known
             raise refused[0]  # the same on all ranks
         paths = [os.path.join(where, name) for name in found.files]
         handles = [] if handle is None else [handle]
@@ -152,8 +150,7 @@ class RankFiles:
         note: bytes,
         gate: _Gate,
     ) -> tuple[SaveHandle | None, PortusError | None]:
-        """Begin to write this rank's files. The handle, if it has any; and what it is refused
-        for."""
+        """Begin to write this rank's files. Return the handle if there are any, and the error."""
         try:
             self._begin(directory, base)
             if not found.files:
@@ -165,8 +162,7 @@ class RankFiles:
             return None, error
 
     def _not_seen(self, directory: str, others: Sequence[str]) -> list[PortusError]:
-        """Return why the first rank does not see what others write; an empty list once it has seen
-        it. Collective."""
+        """Return the error if the first rank does not see others' files, else []. Collective."""
         if self._has_seen:
             return []
         problem = None
@@ -184,11 +180,11 @@ class RankFiles:
         self._files.fence()
 
     def wait_for(self, directory: str) -> None:
-        """Block until the saves to ``directory`` that any process has in flight are over."""
+        """Block until all saves to ``directory`` that any process has in flight have ended."""
         self._files.wait_for(directory)
 
     def wait(self) -> None:
-        """Block until this rank's saves are over. Raises what nobody heard of."""
+        """Block until this rank's saves have ended. Raises errors that were not reported yet."""
         self._files.wait()
 
     def check_loaded(
@@ -212,12 +208,12 @@ class RankFiles:
             )
 
     def close(self) -> None:
-        """Finish the saves in flight. It may be used again."""
+        """Finish the saves in flight. The object may be used again."""
         self._files.close()
 
     def _begin(self, directory: str, base: str | None) -> None:
         if base is not None:
-            # A part of another checkpoint, whose start looks there for what a kill left.
+            # A part of another checkpoint, whose start looks there for a killed process's files.
             self._files.keep_drafts_below(base)
         elif not self._files.has_begun:
             above = os.path.dirname(directory)
@@ -227,8 +223,8 @@ class RankFiles:
 
 @dataclass(slots=True)
 class _Gate:
-    """What the files of a rank wait for before they become visible: that all ranks have begun.
-    save: its id. given_up: the ids of saves that failed, from now on too."""
+    """The condition for a rank's files to become visible: all ranks have begun. save: its id.
+    given_up: the ids of saves that failed, from now on too."""
 
     directory: str
     save: int
@@ -240,7 +236,7 @@ class _Gate:
 
     def ready(self) -> None:
         """Report that the draft is durable, and block until all ranks have begun or one could not.
-        On the worker. Raises ``AbandonedError`` if the draft is to be discarded."""
+        Runs on the worker. Raises ``AbandonedError`` to discard the draft."""
         self._drafted.set()
         self._opened.wait()
         if not self._is_open:
@@ -254,12 +250,12 @@ class _Gate:
             continue
 
     def open(self, others: Collection[str]) -> None:
-        """Let them become visible once ``others``, the files of other ranks, are there."""
+        """Let the files become visible once ``others``, the files of other ranks, are there."""
         self._others, self._is_open = others, True
 
     @contextlib.contextmanager
     def never_shut(self) -> Iterator[None]:
-        """The worker goes on at the end, whatever happened."""
+        """Let the worker continue at the end, whatever happened."""
         try:
             yield
         finally:
@@ -267,7 +263,7 @@ class _Gate:
 
 
 def _has_files(directory: str) -> bool:
-    """Whether a directory has files, or will have."""
+    """Return whether a directory has files, or will have."""
     with PENDING.exempt():
         return os.path.isdir(directory) and bool(os.listdir(directory) or in_flight(directory))
 
@@ -282,5 +278,5 @@ def _require_committed(handle: SaveHandle | None, latest: LatestFile) -> None:
 
 
 def _exchange(*words: Any) -> Any:
-    """Return what all ranks say, by rank, of each of ``words``. Collective."""
+    """Return each of ``words`` of all ranks, by rank. Collective."""
     return zip(*gather(words), strict=True)

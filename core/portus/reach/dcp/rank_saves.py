@@ -1,4 +1,4 @@
-"""``RankSaves``: the saves of this rank. Which of them failed the others hear at their next one."""
+"""``RankSaves``: the saves of this rank. The others learn of failed ones at their next save."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import AbandonedError, PortusError
 
 _ASKED_MAX: Final = 16
-"""Saves of which it is remembered whether they failed."""
+"""The most saves that are remembered, to look later whether they failed."""
 
 _log: Final = logging.getLogger("portus")
 
@@ -21,7 +21,7 @@ _log: Final = logging.getLogger("portus")
 @dataclass(slots=True)
 class RankSave:
     """A save of this rank: its number, the same on all ranks, and its files. ``handle``: None
-    before it is begun."""
+    before it begins."""
 
     save: int
     paths: Sequence[str]
@@ -43,7 +43,7 @@ class RankSaves:
         failed: dict[int, tuple[bool, str]] = {}
         left = []
         for each in self.asked:
-            # Planned, and not begun: a rank raised in between, so its file will never be there.
+            # Planned, but not begun: a rank raised in between, so its file will never be there.
             if each.handle is None:
                 failed[each.save] = False, "the save was not begun on all ranks"
             elif each.handle.committed or not each.handle.done:
@@ -54,15 +54,15 @@ class RankSaves:
                 except PortusError as error:
                     is_given_up = isinstance(error, AbandonedError)
                     failed.setdefault(each.save, (is_given_up, str(error)))
-        # A save that failed is told within two saves, so older ones need no memory (decision 0213).
+        # A failed save is reported within two saves: older ones are forgotten (decision 0213).
         self.asked[:] = left[-_ASKED_MAX:]
         return failed
 
     def hear(
         self, said: Sequence[Failures], remove: Callable[[str], None], *, is_first: bool
     ) -> None:
-        """Give up what waits for saves that failed on some rank, and remove this rank's files of
-        them. Raises ``AbandonedError`` as ``on_error`` says. said: by rank. is_first: this rank
+        """Give up saves that failed on some rank, and remove this rank's files of them. Raises
+        ``AbandonedError`` as ``on_error`` says. said: the failures by rank. is_first: this rank
         logs for all."""
         every = [(rank, *each) for rank, one in enumerate(said) for each in one.items()]
         failed: dict[int, str] = {}

@@ -15,7 +15,7 @@ from portus.errors import PortusError
 def call_torch() -> Iterator[None]:
     """Raise the error of the lowest rank that has one of ours, in place of torch's exception."""
     with warnings.catch_warnings():
-        # A program of one process without a process group means what it does.
+        # One process without a process group is a valid use.
         warnings.filterwarnings("ignore", "torch.distributed is")
         try:
             yield

@@ -1,4 +1,4 @@
-"""``portus.dcp.save``, ``async_save``, ``load``, ``load_newest``: sharded checkpoints by a call."""
+"""``portus.dcp.save``, ``async_save``, ``load``, ``load_newest``: whole sharded checkpoints."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def save(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save ``state`` to the directory ``checkpoint_id``, as ``dcp.save`` does. Call it on every
-    rank. Returns when the checkpoint is complete, durable, on all ranks. See ``async_save`` for
-    what is raised; what failed raises here."""
+    rank. Returns when the checkpoint is complete, durable, on all ranks. Raises as ``async_save``,
+    and the error of this save."""
     _writer().save(state, checkpoint_id, blocking=True, process_group=process_group)
 
 
@@ -48,13 +48,13 @@ def async_save(
 ) -> SaveHandle:
     """Begin to save ``state`` to the directory ``checkpoint_id``. Call it on every rank.
 
-    What an optimizer steps is copied in the background, and its step waits for that; all else was
-    copied when this returns. process_group: all ranks of the job, with a backend for tensors on the
-    CPU; None: the job's own.
+    Tensors that an optimizer steps are copied in the background, and its step waits for that; all
+    others are copied when this returns. process_group: all ranks of the job, with a backend for
+    tensors on the CPU; None: the job's own.
 
     Returns the handle of this rank's part; on the rank that coordinates, of the whole checkpoint.
-    Raises on all ranks ``UsageError`` for what cannot be saved, ``BusyError`` if another job saves
-    checkpoints of such names, and what an earlier save failed with, as long as none succeeded.
+    Raises on all ranks ``UsageError`` for a value that cannot be saved, ``BusyError`` if another
+    job saves checkpoints of such names, and the error of an earlier save until one succeeds.
     """
     return _writer().save(state, checkpoint_id, process_group=process_group)
 
@@ -97,11 +97,11 @@ def load_newest(
     mirror: str | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> str | None:
-    """Load the newest complete checkpoint in ``directory`` into ``state``; the directory of that
-    checkpoint, or None if there is none: the job starts fresh. The same on all ranks.
+    """Load the newest complete checkpoint in ``directory`` into ``state``. Return its directory, or
+    None if there is none: the job starts fresh. The same on all ranks.
 
-    One that is damaged is passed over, with an error in the log. mirror: where to fetch them from,
-    if there is none here. Raises ``CorruptionError`` if all are damaged, and as ``load``.
+    Damaged ones are skipped, with an error in the log. mirror: the source to fetch them from, if
+    there is none here. Raises ``CorruptionError`` if all are damaged, and as ``load``.
     """
     above = os.path.realpath(directory)
     first: CorruptionError | None = None
@@ -119,8 +119,8 @@ def load_newest(
 
 
 def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> list[str]:
-    """The complete directories, newest first, as the first rank sees them. Raises on all ranks what
-    it raises."""
+    """Return the complete directories, newest first, as the first rank sees them. Raise its errors
+    on all ranks."""
     found: Any = None
     if standing(group)[0] == 0:
         try:
