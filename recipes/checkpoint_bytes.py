@@ -1,9 +1,9 @@
-"""How large a checkpoint of each size is, and how large a pool that keeps two of them.
+"""The bytes of a checkpoint of each size, and of a pool that keeps two of them.
 
     python recipes/checkpoint_bytes.py          the table of README.md
 
-Nothing is allocated: models and optimizers are made on the meta device, and step there once, so
-the optimizer's state is what torch really makes.
+Nothing is allocated: models and optimizers are made on the meta device, and step there once, so the
+optimizer's state is torch's real one.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch import nn
 from gpt import GPT, SIZES, Size, adamw
 
 KEPT: Final = 2
-"""Checkpoints that a pool keeps in these figures."""
+"""The checkpoints that a pool keeps in these figures."""
 
 BESIDES: Final = 2
-"""Versions that need room besides: the one being written, and the one that the last commit let go
-of, whose space is free at the next."""
+"""The versions that need more room: the one being written, and the one that the last commit
+released, whose space is free at the next."""
 
 RECORDS: Final = 1 << 20
-"""Bytes that Portus reserves for the records of a version."""
+"""The bytes that Portus reserves for the records of a version."""
 
 TABLE: Final = ("tiny", "124M", "355M", "774M", "1.5B", "6.7B", "13B", "22B")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What one save stores, in bytes, of float32 parameters and AdamW's state of them.
+    """The bytes that one save stores, of float32 parameters and AdamW's state of them.
 
-    state: all of it; each tensor once, under however many names. rank: what the first rank has of
-    it, and no other has more; the same as ``state`` where nothing is sharded.
+    state: all of it; each tensor once, under however many names. rank: the first rank's part, and
+    no other has more; the same as ``state`` without shards.
     """
 
     parameters: int
@@ -43,12 +43,12 @@ class Checkpoint:
 
     @property
     def pool(self) -> int:
-        """The largest that the pool file of one rank becomes, but for rounding up to 2 MiB."""
+        """Return the largest size of one rank's pool file, but for rounding up to 2 MiB."""
         return (KEPT + BESIDES) * (self.rank + RECORDS)
 
 
 def checkpoint_of(size: Size) -> Checkpoint:
-    """Computed on the meta device."""
+    """Return the bytes of a checkpoint, computed on the meta device."""
     with torch.device("meta"):
         model = GPT(size)
     tensors = state_tensors(model)
@@ -60,7 +60,7 @@ def checkpoint_of(size: Size) -> Checkpoint:
 
 
 def state_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and the state that AdamW has after one step. On the meta device it is free."""
+    """Return the parameters and AdamW's state after one step. On the meta device it is free."""
     optimizer = adamw(model, 1e-3)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -71,15 +71,15 @@ def state_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _first_shard(tensor: torch.Tensor, ranks: int) -> int:
-    """Bytes of it on rank 0: FSDP2 cuts the first dimension. Scalars are the same everywhere, and
-    torch spreads them over the ranks; at most all are on one."""
+    """Return the bytes of a tensor on rank 0: FSDP2 cuts the first dimension. Scalars are the same
+    everywhere, and torch spreads them over the ranks; at most all are on one."""
     if tensor.dim() == 0 or ranks == 1:
         return tensor.nbytes
     return tensor.chunk(ranks)[0].nbytes
 
 
 def row(name: str) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     size, found = SIZES[name], checkpoint_of(SIZES[name])
     of_each = f"{size.ranks} x " if size.ranks > 1 else ""
     cells = (
@@ -95,7 +95,7 @@ def row(name: str) -> str:
 
 
 def in_words(size: int) -> str:
-    """In GiB, or MiB."""
+    """Return a size in GiB, or MiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**27 else f"{size / 2**20:,.1f} MiB"
 
 

@@ -5,7 +5,7 @@
 
 The model is that of https://arxiv.org/abs/1906.00091: an MLP for 13 numbers, 26 tables, the dot
 products of all pairs, an MLP on top. The stream has the shape of Criteo's: ids by Zipf's law, and
-clicks that follow from some of them. Batch n is a function of n, so a resumed run sees each once.
+clicks that depend on some of them. Batch n is a function of n, so a resumed run sees each once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sizes:
 
 
 class Stream:
-    """Numbers, ids (one for each table) and clicks of each batch."""
+    """The numbers, ids (one for each table) and clicks of each batch."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
@@ -48,7 +48,7 @@ class Stream:
         sizes = self._sizes
         chance = torch.Generator().manual_seed(number)
         dense = torch.randn(sizes.batch, DENSE, generator=chance)
-        # Zipf's law by its inverse: of ranks 1 to rows, each as probable as 1 / rank.
+        # Zipf's law by its inverse: for ranks 1 to rows, each with a weight of 1 / rank.
         rank = torch.rand(sizes.batch, TABLES, generator=chance, dtype=torch.float64)
         rank = torch.exp(rank * torch.log(torch.tensor(float(sizes.rows)))).long() - 1
         ids = (rank.clamp(0, sizes.rows - 1) * 7919 + self._shift) % sizes.rows
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def demo(wish: argparse.Namespace) -> None:
-    """Ends with exit code 1 if anything is not bit-identical."""
+    """Kill, resume and compare. Exit with code 1 if anything is not bit-identical."""
     whole, killed = (wish.pool.with_name(f"{name}.portus") for name in ("whole", "killed"))
     for pool in (whole, killed):
         pool.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ def demo(wish: argparse.Namespace) -> None:
 
 
 def run(wish: argparse.Namespace, pool: Path, kill_at: int = 0) -> str:
-    """Train in a process of its own, killed after a batch; where it began."""
+    """Train in a new process, killed after a batch; return its first line."""
     command = [sys.executable, __file__, str(pool)]
     for name in ("batches", "rows", "width", "batch"):
         command += [f"--{name}", str(getattr(wish, name))]

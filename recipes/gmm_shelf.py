@@ -22,15 +22,15 @@ import portus
 from mnist_shaped import Points, points
 
 TOLERANCE = 1e-9
-"""It has converged when the likelihood gains less, relative to what it is."""
+"""The relative gain of the likelihood below which it has converged."""
 
 STATE = ("weights_", "means_", "covariances_", "precisions_cholesky_")
-"""What an iteration of EM begins with, and leaves."""
+"""The state before and after an iteration of EM."""
 
 
 class Em:
-    """One iteration of EM in full. What ``GaussianMixture`` remembers between calls is put into it
-    each time, so that an iteration is a function of the shelf."""
+    """One iteration of EM in full. It sets the attributes that ``GaussianMixture`` keeps between
+    calls each time, so an iteration is a function of the shelf."""
 
     def __init__(self, components: int, noise: float) -> None:
         self._model = GaussianMixture(
@@ -44,12 +44,12 @@ class Em:
         )
 
     def begin(self, data: Points) -> dict[str, Points]:
-        """The state after the first iteration."""
+        """Return the state after the first iteration."""
         self._model.fit(data)
         return {name: getattr(self._model, name) for name in STATE}
 
     def __call__(self, data: Points, state: dict[str, Points]) -> float:
-        """In place; the likelihood of the data before."""
+        """Run one iteration in place; return the likelihood of the data before."""
         model = self._model
         for name, value in state.items():
             setattr(model, name, value.copy())
@@ -85,9 +85,9 @@ def main() -> None:
 
 
 def iterate(wish: argparse.Namespace, data: Points, shelf: portus.Shelf, em: Em) -> None:
-    """Until it has converged, or made its iterations."""
+    """Iterate until it has converged, or made its iterations."""
     while shelf.iteration < wish.iterations and not shelf.converged:
-        with shelf.transaction():  # weights, means, covariances and iteration: all of them, or none
+        with shelf.transaction():  # weights, means, covariances and iteration: all or none
             found = em(data, shelf.mixture)
             gained = found - shelf.likelihood
             shelf.converged = bool(abs(gained) < TOLERANCE * abs(found))

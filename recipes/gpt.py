@@ -1,4 +1,4 @@
-"""A GPT, the sizes it comes in, and a text to train it on.
+"""A GPT, its sizes, and a text to train it on.
 
 Plain PyTorch, without Portus and without a framework: every recipe trains this model.
 """
@@ -24,12 +24,12 @@ TEXT_BYTES_MAX: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What a GPT is made of.
+    """The size of a GPT.
 
-    context: tokens that it sees at once. vocabulary: tokens that there are. ranks: processes that
-    share the state, 1 where each has all of it. recompute: activations of a block are computed
-    again in backward, and not kept. batch: sequences of one process in a step. learning_rate: the
-    highest.
+    context: the tokens that it sees at once. vocabulary: the number of tokens. ranks: the processes
+    that share the state, 1 if each has all of it. recompute: compute the activations of a block
+    again in backward, instead of keeping them. batch: the sequences of one process in a step.
+    learning_rate: the highest one.
     """
 
     layers: int
@@ -49,8 +49,8 @@ class Size:
 
 
 def _sharded(layers: int, width: int, heads: int, ranks: int, rate: float) -> Size:
-    """GPT-3's shapes; Megatron-LM's vocabulary, a multiple of any count of ranks here, so that no
-    shard is padded; no dropout, as models of that size are trained."""
+    """Return one of GPT-3's shapes; Megatron-LM's vocabulary, a multiple of any count of ranks
+    here, so no shard is padded; no dropout, as models of that size are trained."""
     return Size(
         layers=layers, width=width, heads=heads, context=2048, vocabulary=51200, dropout=0.0,
         ranks=ranks, recompute=True, batch=4, learning_rate=rate,
@@ -69,12 +69,12 @@ SIZES: Final = {
     "13B": _sharded(40, 5120, heads=40, ranks=8, rate=1e-4),
     "22B": _sharded(48, 6144, heads=64, ranks=16, rate=1e-4),
 }
-"""By name. "tiny" is for tests and laptops, "demo" and "cost" for ``make demo``; the others are
-GPT-2's four and three that are sharded; 22B is the largest of the Portus paper."""
+"""The sizes by name. "tiny" is for tests and laptops, "demo" and "cost" for ``make demo``; the
+others are GPT-2's four and three sharded ones; 22B is the largest of the Portus paper."""
 
 
 class Linear(nn.Linear):
-    """With GPT-2's initial values."""
+    """A linear layer with GPT-2's initial values."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
@@ -82,7 +82,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """With GPT-2's initial values."""
+    """An embedding with GPT-2's initial values."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
@@ -100,7 +100,7 @@ class Block(nn.Module):
         self.grow, self.shrink = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, length, width)."""
+        """Return the output of the block. x: (batch, length, width)."""
         batch, length, width = x.shape
         parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1).unbind(2)
         query, key, value = (part.transpose(1, 2) for part in parts)
@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """As GPT-2. The embedding of the tokens is the head too: one tensor, under one name."""
+    """The model of GPT-2. The embedding of the tokens is the head too: one tensor, one name."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(size.width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: (batch, length + 1), integers. The mean loss of guessing each from those before
-        it, in nats."""
+        """Return the mean loss of predicting each token from those before it, in nats. tokens:
+        (batch, length + 1), integers."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=tokens.device))
         for block in self.blocks:
@@ -138,14 +138,14 @@ class GPT(nn.Module):
 
 
 def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """The optimizer of all recipes. Only what is trained has state."""
+    """Return the optimizer of all recipes. Only trained parameters have state."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return torch.optim.AdamW(trained, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def warm_then_cosine(step: int, steps: int) -> float:
-    """The learning rate at a step of ``steps``, as a part of the highest: up for a tenth of them,
-    then down to a tenth of it."""
+    """Return the learning rate at a step of ``steps``, as a part of the highest: up for a tenth of
+    them, then down to a tenth of it."""
     warm = max(1, steps // 10)
     if step < warm:
         return (step + 1) / warm
@@ -154,7 +154,7 @@ def warm_then_cosine(step: int, steps: int) -> float:
 
 
 def shard(model: GPT, mesh: DeviceMesh, compute: torch.dtype) -> None:
-    """FSDP2: each rank keeps a part of each tensor in float32, and computes in ``compute``."""
+    """Shard by FSDP2: ranks keep parts of each tensor in float32, and compute in ``compute``."""
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def deepspeed_for(args: argparse.Namespace) -> Any:
-    """DeepSpeed; on a laptop for the CPU, and without a launcher for one process."""
+    """Return DeepSpeed; on a laptop for the CPU, and without a launcher for one process."""
     if args.tiny:
         os.environ["DS_ACCELERATOR"] = "cpu"
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

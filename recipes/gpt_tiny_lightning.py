@@ -6,8 +6,8 @@
 
 The demo trains once without interruption; trains again and is killed (SIGKILL) in the middle of a
 save; resumes from the newest file, and compares: weights, optimizer and loss curve must be
-bit-identical. Then it trains with each way of checkpointing in turn, and shows what each one cost.
-At the end, a process that cannot import Portus loads the last checkpoint.
+bit-identical. Then it trains with each way of checkpointing in turn, and shows the cost of each
+one. At the end, a process that cannot import Portus loads the last checkpoint.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from train_lightning import GPTModule, TextModule
 
 
 class LossCurve(Callback):
-    """Every loss, with all its digits, in a CSV file; a line on the terminal now and then."""
+    """A callback that writes every loss, with all its digits, to a CSV file, and prints some."""
 
     def __init__(self, path: Path, every: int = 10) -> None:
         self._path, self._every = path, every
@@ -55,7 +55,7 @@ class LossCurve(Callback):
 
 
 class Announce(Callback):
-    """Says on the terminal that a save begins, so that the demo can kill in the middle of it."""
+    """A callback that prints that a save begins, so the demo can kill in the middle of it."""
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def demo(out: Path, steps: int, every: int) -> None:
-    """Kill, resume, compare, measure. Ends with exit code 1 if anything is not bit-identical."""
+    """Kill, resume, compare, measure. Exit with code 1 if anything is not bit-identical."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     kill_at = steps * 2 // 3 // every * every
@@ -159,7 +159,7 @@ def demo(out: Path, steps: int, every: int) -> None:
 def _run(
     place: Path, steps: int, every: int, *, resume: Path | None = None, kill_at: int = 0
 ) -> None:
-    """Train in a process of its own; kill it as soon as it says that it saves step ``kill_at``."""
+    """Train in a new process; kill it as soon as it prints that it saves step ``kill_at``."""
     command = [sys.executable, __file__, "--out", str(place), "--steps", str(steps)]
     command += ["--every", str(every)] + (["--resume", str(resume)] if resume else [])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -188,7 +188,7 @@ def _killed_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _say_what_is_left(place: Path, step: int) -> Path:
-    """The newest checkpoint that is there."""
+    """Return the newest complete checkpoint, and print what is left."""
     found = {int(path.stem.partition("=")[2]): path for path in place.glob("checkpoints/*.ckpt")}
     print(f"    checkpoints: steps {sorted(found)}")
     print(f"    the save of step {step} was {'just committed' if step in found else 'cut off'}")
@@ -196,7 +196,7 @@ def _say_what_is_left(place: Path, step: int) -> Path:
 
 
 def _compare(out: Path, steps: int) -> bool:
-    """Compare weights, optimizer and losses of the two runs, bit for bit."""
+    """Print and return whether weights, optimizer and losses of the runs are equal bit for bit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole, killed = (
@@ -229,7 +229,7 @@ def _same(left: object, right: object) -> bool:
 
 
 def _losses(place: Path) -> dict[int, str]:
-    """The loss of each step, exactly; of a step taken twice, that of the later run."""
+    """Return the exact loss of each step; of a step taken twice, that of the later run."""
     with _curve(place).open(newline="") as file:
         return {int(step): loss for step, loss in csv.reader(file)}
 
@@ -253,7 +253,7 @@ def _load_without_portus(path: Path) -> None:
 def _measure(
     place: Path, picture: Path | None, steps: int = 16, rounds: int = 2, every: int = 4
 ) -> None:
-    """The same training with each way of checkpointing, in turn; a table and a picture."""
+    """Repeat the training with each way of checkpointing, in turn; make a table and a picture."""
     ways: dict[str, Callable[[], CheckpointIO | None]] = {
         "none": lambda: None,
         "Lightning default": TorchCheckpointIO,

@@ -21,26 +21,26 @@ import portus
 from mnist_shaped import Points, points
 
 TOLERANCE = 1e-9
-"""It has converged when no center moves further, relative to its length."""
+"""The move of a center, relative to its length, below which it has converged."""
 
 
 def lloyd(data: Points, centers: Points) -> Points:
-    """One iteration: each point to its nearest center, each center to the middle of its points."""
+    """Return the centers after one iteration: for each the mean of the points nearest to it."""
     model = KMeans(len(centers), init=centers, n_init=1, max_iter=1)
     found: Points = model.fit(data).cluster_centers_
     return found
 
 
 class MiniBatch:
-    """One iteration of ``MiniBatchKMeans``, whose state is its centers, and how many points each
-    has had."""
+    """One iteration of ``MiniBatchKMeans``, whose state is its centers, and the number of points
+    that each has had."""
 
     def __init__(self, clusters: int, size: int) -> None:
         self.size = size
         self._model = MiniBatchKMeans(clusters, n_init=1, reassignment_ratio=0, random_state=0)
 
     def __call__(self, data: Points, centers: Points, counts: Points, step: int) -> None:
-        """In place. The batch follows from the step."""
+        """Run one iteration in place. The batch depends on the step alone."""
         rows = np.random.default_rng(step).integers(len(data), size=self.size)
         model = self._model
         if not hasattr(model, "cluster_centers_"):  # its result for the first batch is not used
@@ -74,10 +74,10 @@ def main() -> None:
 
 
 def iterate(wish: argparse.Namespace, data: Points, shelf: portus.Shelf) -> None:
-    """Until it has converged, or made its iterations."""
+    """Iterate until it has converged, or made its iterations."""
     mini_batch = MiniBatch(wish.clusters, wish.mini_batch) if wish.mini_batch else None
     while shelf.iteration < wish.iterations and not shelf.converged:
-        with shelf.transaction():  # centers, counts and iteration: all of them, or none
+        with shelf.transaction():  # centers, counts and iteration: all or none
             before = shelf.centers.copy()
             if mini_batch is not None:
                 mini_batch(data, shelf.centers, shelf.counts, shelf.iteration)

@@ -5,7 +5,7 @@
 
 Every checkpoint is the whole state: frozen weights, adapters, and the optimizer of the adapters.
 But in a pool a version shares equal bytes with the previous one, so from the second save on only
-what was trained is written. The pool is a file here; it can also be a device for persistent memory,
+trained tensors are written. The pool is a file here; it can also be a device for persistent memory,
 or a storage host.
 """
 
@@ -25,7 +25,7 @@ from gpt import GPT, SIZES, Linear, Text, adamw
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and a correction of low rank that is trained; at first it is 0."""
+    """A frozen linear layer, and a trained correction of low rank; at first it is 0."""
 
     def __init__(self, frozen: Linear, rank: int, alpha: float = 16.0) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Adapted(nn.Module):
 
 
 def adapted(model: GPT, rank: int) -> GPT:
-    """``model``, frozen, with adapters in the attention of every block."""
+    """Return ``model``, frozen, with adapters in the attention of every block."""
     model.requires_grad_(False)
     for block in model.blocks:
         for name in ("qkv", "out"):
@@ -53,7 +53,7 @@ def adapted(model: GPT, rank: int) -> GPT:
 def train(
     pool: str, size_name: str, *, saves: int, steps: int, rank: int = 8
 ) -> Iterator[portus.SaveStats]:
-    """Train, and save every ``steps`` steps; what each save cost."""
+    """Train, and save every ``steps`` steps; yield the cost of each save."""
     torch.manual_seed(1)
     size = SIZES[size_name]
     model = adapted(GPT(size), rank)
@@ -69,7 +69,7 @@ def train(
             if step % steps == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
                 handle = checkpointer.save(state, step)
-                handle.wait()  # only to print what it cost: omit it
+                handle.wait()  # only to print the cost: omit it
                 yield handle.stats
 
 

@@ -18,7 +18,7 @@ PIXELS = 784
 
 
 def points(file: Path | None = None, count: int = 70_000, features: int = PIXELS) -> Points:
-    """``count`` points, the same at each call, each of the first ``features`` pixels."""
+    """Return ``count`` points, the same at each call, each of the first ``features`` pixels."""
     if file is not None:
         with np.load(file) as found:
             names = ("x_train", "x_test") if "x_train" in found else ("data",)

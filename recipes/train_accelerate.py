@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from gpt import GPT, SIZES, Text, adamw, warm_then_cosine
 
 KEPT: Final = 2
-"""Checkpoints that Accelerate keeps."""
+"""The number of checkpoints that Accelerate keeps."""
 
 
 class Progress:
-    """Where training is. Registered, so it is in every checkpoint."""
+    """The position of training. Registered, so it is in every checkpoint."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def rest_of_epoch(data: Any, step: int) -> Any:
-    """The batches of an epoch that were not yet trained on after ``step`` steps."""
+    """Return the batches of an epoch that were not yet trained on after ``step`` steps."""
     done = step % len(data)
     return skip_first_batches(data, done) if done else data
 

@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from gpt import GPT, SIZES, Text, adamw, shard, warm_then_cosine
 
 LAPTOP: Final = {"accelerator": "cpu", "precision": "32-true", "num_nodes": 1, "max_steps": 20}
-"""What ``--tiny`` puts in place of what the YAML says of the Trainer."""
+"""The settings of the Trainer with ``--tiny``, in place of the YAML's."""
 
 LAPTOP_SAVE_EVERY: Final = 5
 
@@ -39,7 +39,7 @@ class GPTModule(LightningModule):
         self._learning_rate: Final = learning_rate or self._size.learning_rate
 
     def configure_model(self) -> None:
-        """Where there is a mesh, from the meta device, sharded: no rank ever has all of it."""
+        """Shard the model from the meta device, if there is a mesh: no rank ever has all of it."""
         if self.gpt is not None:
             return
         mesh = self.device_mesh
@@ -97,7 +97,7 @@ class CLI(LightningCLI):
 
 
 def _fit_on_a_laptop(config: Any) -> None:
-    """The tiny model; the CPU; two processes if the recipe is sharded, else one."""
+    """Use the tiny model; the CPU; two processes if the recipe is sharded, else one."""
     ranks = min(2, SIZES[config.model.size].ranks)
     config.model.size = config.data.size = "tiny"
     for name, value in {**LAPTOP, "devices": ranks}.items():
@@ -110,7 +110,7 @@ def _fit_on_a_laptop(config: Any) -> None:
 
 
 def main(*, run: bool = True) -> CLI:
-    """Do what the command line says. run: False makes the model and the Trainer and no more."""
+    """Run the command line. run: False only makes the model and the Trainer."""
     return CLI(
         GPTModule,
         TextModule,

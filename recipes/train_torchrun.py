@@ -34,8 +34,8 @@ TYPES: Final = {"str": str, "int": int, "float": float}
 class Settings:
     """The keys of the YAML; each is an option of the command line too.
 
-    batch, learning_rate: 0 for those of the size. save_every: steps. checkpoints: a directory that
-    all ranks see. keep: complete checkpoints kept.
+    batch, learning_rate: 0 for those of the size. save_every: in steps. checkpoints: a directory
+    that all ranks see. keep: the number of complete checkpoints to keep.
     """
 
     size: str = "tiny"
@@ -53,7 +53,7 @@ class Settings:
 
 
 def settings_of(arguments: Sequence[str] | None = None) -> tuple[Settings, bool]:
-    """What the YAML says, then what the command line says; and whether to train on the CPU."""
+    """Return the YAML's settings, changed by the command line; and whether to use the CPU."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", type=Path, help="a YAML of recipes/configs/torchrun")
     parser.add_argument("--tiny", action="store_true", help="the tiny model, on the CPU")
@@ -94,7 +94,7 @@ class Training:
         self.text: Final = Text(size.context)
 
     def step(self, number: int) -> float:
-        """Train step ``number``, from 0; the loss of this rank."""
+        """Train step ``number``, from 0; return the loss of this rank."""
         settings = self.settings
         torch.manual_seed((settings.seed * 1_000_003 + number) * 4_099 + dist.get_rank())
         chosen = torch.randint(len(self.text), (self.batch,)).tolist()
@@ -108,12 +108,12 @@ class Training:
         return float(loss.detach())
 
     def state(self, done: int) -> dict[str, Any]:
-        """What a checkpoint is made of; the tensors are those that are trained, not copies."""
+        """Return the state for a checkpoint; its tensors are the trained ones, not copies."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "done": done}
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint, if there is one; how many steps are done."""
+        """Load the newest complete checkpoint, if there is one; return the number of steps done."""
         state = self.state(0)
         if portus.dcp.load_newest(state, self.settings.checkpoints) is None:
             return 0
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """On the terminal, once and not by every rank."""
+    """Print ``text``, once and not by every rank."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
