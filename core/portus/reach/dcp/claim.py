@@ -19,8 +19,8 @@ from portus.errors import BusyError, MediumError, printable
 
 
 class SeriesClaim:
-    """This process's claim to the checkpoints of a series in the directory ``above``, absolute and
-    without links. Raises ``BusyError`` if another process has them, and ``MediumError``."""
+    """A claim of this process to the checkpoints of a series in the directory ``above``, absolute
+    and without links. Raises ``BusyError`` if another process has them, and ``MediumError``."""
 
     def __init__(self, above: str, series: str) -> None:
         who = f"process {os.getpid()} on {socket.gethostname()}"
