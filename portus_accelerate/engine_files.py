@@ -102,7 +102,7 @@ class EngineFiles:
         **named: Any,
     ) -> Any:
         """Save as ``DeepSpeedEngine.save_checkpoint``, but in the background. is_of_framework: a
-        framework calls that Portus has not patched, and that may remove older checkpoints at once:
+        framework calls whose save is not Portus's, and that may remove older checkpoints at once:
         so return when the checkpoint is complete."""
         engine = self._engine
         named_tag = f"global_step{engine.global_steps}" if tag is None else str(tag)

@@ -33,7 +33,7 @@ class CheckpointFiles:
 
     def prepare(self, roots: list[str]) -> None:
         """Repair what a killed process left below ``roots``, and learn each optimizer's parameters,
-        so the first save too is in the background. The first save reports errors."""
+        so the first save too is in the background. Raises nothing: the first save does."""
         with contextlib.suppress(portus.PortusError):
             for root in roots:
                 self.files.recover(root)

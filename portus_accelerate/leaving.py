@@ -28,7 +28,7 @@ class EvaluationSkipped(BaseException):
 
 
 class PreemptionCallback(TrainerCallback, ExportableState):
-    """A callback that asks after each step. ``is_due``: an evaluation of the saved step is left."""
+    """A callback that asks after each step. ``is_due``: the saved step's evaluation was skipped."""
 
     def __init__(self, trainer: Any, preemption: portus.Preemption) -> None:
         self._trainer: Final = trainer
@@ -133,7 +133,7 @@ def hear_signals(trainer: Any, preempt_within: float | str) -> Iterator[None]:
 
 
 def run_to_leaving(trainer: Any) -> Any:
-    """End a training whose evaluation was left; return the result of ``train``."""
+    """End a training after an aborted evaluation; return the result of ``train``."""
     utils: Any = sys.modules["transformers.trainer_utils"]
     trainer.is_in_train = False
     trainer.control = trainer.callback_handler.on_train_end(

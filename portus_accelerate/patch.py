@@ -11,10 +11,10 @@ name                             what changes for an Accelerator with a Saver
 ``Accelerator.end_training``     finishes saves before the process group ends
 ``Accelerator.log``              passes the cost of saves to the trackers, too
 ``load_accelerator_state``       restores the state that exact resume needs
-``__init__`` and ``__iter__`` of remembers the generators when an iterator is made, and at the start
-  the loaders                    of an epoch; what is handed out; which loader skips another's
-``torch`` in                     what is saved inside of ``save_state`` is captured, and what is
-  ``accelerate.checkpointing``,  loaded inside of ``load_state`` is verified
+``__init__`` and ``__iter__`` of note the generators when an iterator is made, and at the start of
+  the loaders                    an epoch; the delivered batches; which loader skips another's
+``torch`` in                     captures the saves inside of ``save_state``, and verifies the loads
+  ``accelerate.checkpointing``,  inside of ``load_state``
   ``accelerate.utils.other``,
   ``accelerate.utils.fsdp_utils``
 """

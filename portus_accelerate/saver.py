@@ -186,7 +186,7 @@ class Saver:
                 handles.append(
                     self._files.files.save_directory(directory, parts, step, said, ready)
                 )
-            # Behind the save in the queue: they go once that is committed (decision 0065).
+            # Queued behind the save: they go once it, or a later one, commits (decision 0065).
             for old in (*_twins(directory, parts), *removed, *place.surplus(directory, limit)):
                 self._files.files.remove(old)
             if now and handles:

@@ -1,4 +1,4 @@
-"""Saves in the background of what TorchTitan's manager passes to ``torch.distributed.checkpoint``.
+"""Background saves of the states that TorchTitan passes to ``torch.distributed.checkpoint``.
 
 With TorchTitan 0.3 use ``portus_accelerate.torchtitan.PortusCheckpoints``. With 0.2, two lines
 before the trainer is made:

@@ -266,7 +266,7 @@ class Journal(Companion, fence.Listener):
         self._closed = True
         self._leave_hooks()
         page, self._page = self._page, None
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # a forked child: the page is the parent's
             return
         if self._begun is not None and (self._is_told or self._steps):
             ended = SessionEnded(
@@ -352,6 +352,7 @@ class Journal(Companion, fence.Listener):
     def _shorten(self) -> None:
         with open(self._path, "rb") as file:
             found = decode(file.read(), self._path)
+        # A new file, renamed when it is complete: a kill in between leaves the old journal.
         fresh = f"{self._path}.{os.getpid()}.new"
         try:
             with open(fresh, "wb") as file:
@@ -368,6 +369,7 @@ class Journal(Companion, fence.Listener):
         self._page_path = path
         if page is None:
             return
+        # The steps and saves so far, from before there was a directory for the page.
         if self._steps:
             heartbeat.beat(page, self._steps, self._last_ns, self._work_ns)
         for each in list(self._asked.values()):
@@ -385,6 +387,7 @@ class Journal(Companion, fence.Listener):
                 self._append((ended,))
             elif ended.steps:
                 self._append((begun, ended))
+            # Removed last: a kill in between repeats the line, and loses nothing.
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

@@ -137,8 +137,8 @@ class Preemption:
             self._before[number] = signal.signal(number, self._handle)
 
     def expect(self, number: signal.Signals) -> None:
-        """Take the time of a signal that a framework's handler notes from its arrival, whatever the
-        main thread does then."""
+        """Count the time from the arrival of a signal that a framework's handler notes, whatever
+        the main thread does then."""
         if self._watch is not None:
             self._watch.expect(number)
 
