@@ -12,7 +12,6 @@ import errno
 import os
 import signal
 import stat
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -23,7 +22,7 @@ from portus.engine.media.file_calls import OUT_OF_SPACE, write_all
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, printable
 
-if sys.platform != "win32":
+with contextlib.suppress(ImportError):  # Windows has none
     import fcntl
 
 _TRIES: Final = 10

@@ -6,6 +6,7 @@ other threads run meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -14,8 +15,8 @@ import struct
 import sys
 from typing import Final
 
-if sys.platform != "win32":
-    import fcntl
+with contextlib.suppress(ImportError):  # Windows has none
+    import fcntl  # not on a thread: a fork in the midst breaks a child
 
 PROT_NONE: Final = 0
 PROT_READ: Final = 1

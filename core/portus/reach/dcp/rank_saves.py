@@ -37,6 +37,7 @@ class RankSaves:
         """Saves that have not failed, as far as is known; the newest last."""
         self.given_up: Final[set[int]] = set()
         """The numbers of saves that will never be complete."""
+        self._own: Failures = {}
 
     def take_failures(self) -> Failures:
         """Return the saves of this rank that failed since the last call."""
@@ -56,6 +57,7 @@ class RankSaves:
                     failed.setdefault(each.save, (is_given_up, str(error)))
         # A failed save is reported within two saves: older ones are forgotten (decision 0213).
         self.asked[:] = left[-_ASKED_MAX:]
+        self._own = failed
         return failed
 
     def hear(
@@ -63,7 +65,7 @@ class RankSaves:
     ) -> None:
         """Give up saves that failed on some rank, and remove this rank's files of them. Raises
         ``AbandonedError`` as ``on_error`` says. said: the failures by rank. is_first: this rank
-        logs for all."""
+        logs those of all, and not only its own."""
         every = [(rank, *each) for rank, one in enumerate(said) for each in one.items()]
         failed: dict[int, str] = {}
         for rank, save, (_, why) in sorted(every, key=lambda each: each[2][0]):  # causes first
@@ -73,8 +75,8 @@ class RankSaves:
             self.asked.remove(lost)
             for path in lost.paths:
                 remove(path)
-        for text in failed.values():
+        for save, text in failed.items():
             if self._raises:
                 raise AbandonedError(text)
-            if is_first:
+            if is_first or save in self._own:
                 _log.error("%s", text)
