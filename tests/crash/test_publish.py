@@ -145,25 +145,22 @@ def linked_before_removal(system: CrashFolder, told: Told) -> None:
 
 def removed_too_early(system: CrashFolder, told: Told) -> None:
     """A script that removes the old checkpoint while the new one is in flight."""
-    files = Publisher(system)
-    for step in range(STEPS):
-        draft = files.begin(f"/d/step-{step}.pt")
-        if step:
-            system.unlink_path(f"/d/step-{step - 1}.pt")
-        system.write(draft.files[0].file, content(step))
-        system.sync(draft.files[0].file)
-        draft.publish()
-        told.committed = step
-    files.close()
+    _remove_in_flight(system, told, Publisher(system), system.unlink_path)
 
 
 def removed_by_itself_too_early(system: CrashFolder, told: Told) -> None:
     """A process that removes its newest checkpoint while the next one is in flight."""
     files = Publisher(system)
+    _remove_in_flight(system, told, files, files.remove)
+
+
+def _remove_in_flight(
+    system: CrashFolder, told: Told, files: Publisher[Any], remove: Callable[[str], object]
+) -> None:
     for step in range(STEPS):
         draft = files.begin(f"/d/step-{step}.pt")
         if step:
-            files.remove(f"/d/step-{step - 1}.pt")
+            remove(f"/d/step-{step - 1}.pt")
         system.write(draft.files[0].file, content(step))
         system.sync(draft.files[0].file)
         draft.publish()

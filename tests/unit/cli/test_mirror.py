@@ -367,15 +367,20 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+def save_mirrored(url: str, *steps: int) -> None:
+    """Save steps of the run in the directory ``run``, each of them mirrored at the end."""
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        for step in steps:
+            checkpointer.save(state(step), step).wait()
+
+
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_repair_sends_a_damaged_file_of_a_run_again_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket"
-    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(state(step), step).wait()
+    save_mirrored(url, 1, 2)
     objects = tmp_path / "bucket" / "run"
     before = {each.name: each.read_bytes() for each in objects.glob("*.*")}
     assert len(before) == 4
@@ -401,10 +406,8 @@ def test_repair_brings_back_the_newest_file_whose_entry_of_the_log_is_lost(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket"
-    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
-        checkpointer.save(state(1), 1).wait()
-    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
-        checkpointer.save(state(2), 2).wait()
+    save_mirrored(url, 1)
+    save_mirrored(url, 2)
     DAMAGES[kind](min((tmp_path / "bucket/run/_portus/log").iterdir()))
     said = portus("verify", url)
     assert said.code == (0 if kind == "deleted" else 1)
@@ -424,9 +427,7 @@ def test_pull_leaves_out_what_is_damaged_and_ends_with_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket"
-    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.save(state(step), step).wait()
+    save_mirrored(url, 1, 2, 3)
     DAMAGES[kind](tmp_path / "bucket/run/step-00000001.pt")
     assert portus("pull", url, "fresh").code == 1
     there = {each.name for each in Path("fresh").glob("*.pt")}
@@ -440,8 +441,7 @@ def test_a_mirror_without_its_log_says_how_to_get_the_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket"
-    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
-        checkpointer.save(state(1), 1).wait()
+    save_mirrored(url, 1)
     shutil.rmtree("bucket/run/_portus")
     for command in (["pull", url, "fresh"], ["pull", f"{url}/run", "fresh"], ["verify", url]):
         said = portus(*command)

@@ -707,7 +707,7 @@ class Publication(Generic[File]):
     series: str
     removed_elsewhere: bool
     files: list[UnpublishedFile[File]] = field(default_factory=list)
-    """Those that are open by now, in the order of the names."""
+    """The files that are open by now, in the order of the names."""
     holds: list[_Hold[File]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of its holds, also of released ones."""

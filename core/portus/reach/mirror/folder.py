@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from portus.engine.media.file_calls import file_error
+from portus.engine.media.file_calls import file_error, write_all
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.names import (
@@ -48,7 +48,7 @@ _REFUSED: Final = (
 )
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _SIZE_MAX: Final = 1 << 30
-"""Bytes of one call of write(2), at most."""
+"""Bytes of one call of read(2), at most."""
 
 
 class Folder:
@@ -271,10 +271,10 @@ class Folder:
 
 
 def _write(number: int, parts: Iterable[Part]) -> None:
+    offset = 0
     for part in parts:
-        view, done = memoryview(part), 0
-        while done < len(view):
-            done += os.write(number, view[done : done + _SIZE_MAX])
+        write_all(number, memoryview(part), offset)
+        offset += len(part)
     os.fsync(number)
 
 
