@@ -41,7 +41,8 @@ MUTANTS = {
     "another order of bytes": ("hash.high >> (56 - 8 * i)", "hash.high >> (8 * i)"),
     "halves swapped": ("target[8 + i]", "target[15 - i]"),
     "bytes that are not hashed": ("list->hash->update(place->state, moved, (size_t)step);", ""),
-    "units not kept apart": ("if (first && !place->moved)", "if (!i && !place->moved)"),
+    # The first unit of the list is one piece: it takes no state, so the second one starts it.
+    "units not kept apart": ("if (first && !place->moved)", "if (i == 1 && !place->moved)"),
     "nothing copied": ("if (!list->target) return source;", "if (1) return source;"),
     "pieces of one place": ("list->target ? target + place->moved : NULL", "target"),
     "the head not copied": ("copy_twice(target, buffer, source, head);", ""),
