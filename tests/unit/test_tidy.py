@@ -137,7 +137,7 @@ PICKLE = {
         "every class is a stand-in, so nothing of a pickle runs"
     ),
     "core/portus/engine/loading/torch_file.py": "has torch load a file, by its own rules",
-    "core/portus/reach/leaving/torch_export.py": "loads with weights_only, and saves plain tensors",
+    "core/portus/reach/leaving/export.py": "loads with weights_only, and saves plain tensors",
     "core/portus/reach/leaving/outline.py": "shows a file, with weights_only and without bytes",
     "core/portus/reach/pools/weights_only.py": "loads tables, by torch's rules of weights_only",
     "core/portus/reach/shards/rank_contents.py": "saves other values as torch's planner does",

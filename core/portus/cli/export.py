@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
-from portus.cli import contents, files, words
-from portus.cli.in_place import check_room, directory_in_place, file_in_place, sync_directory
+from portus.cli import files, words
+from portus.cli.in_place import check_room, in_place
 from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, flag, option
 from portus.cli.output import Json, Output, counter
 from portus.cli.pools import open_places, version_document
@@ -122,6 +122,8 @@ def command(
         write = _write_directory if os.path.isdir(path) else _write_file
         with _explain(options, title):
             done = write(path, options)
+    below = [os.path.join(at, name) for at, _, names_at in os.walk(out) for name in names_at]
+    done.size = sum(map(os.path.getsize, below or [out]))
     _show(title, about, done, options, output)
 
 
@@ -144,12 +146,10 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _write(opened: OpenCheckpoint, name: str, path: str) -> int:
-    """Write a file of a checkpoint to ``path``, verified and synced; return its size."""
-    size = opened.files[name].size
-    with counter(name, size) as add:
+def _write(opened: OpenCheckpoint, name: str, path: str) -> None:
+    """Write a file of a checkpoint to ``path``, verified."""
+    with counter(name, opened.files[name].size) as add:
         opened.write(name, path, add)
-    return size
 
 
 def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
@@ -159,20 +159,20 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
         size = sum(each.size for each in opened.files.values())
-        with directory_in_place(
-            options.out, force=options.force, names=names, size=size
+        with in_place(
+            options.out, force=options.force, made=names.__contains__, size=size
         ) as directory:
             for name in names:
                 _write(opened, name, os.path.join(directory, name))
-        return WrittenExport(size=size, exact=True)
+        return WrittenExport(exact=True)
     name = options.file or names[0]
     if name not in names:
         raise UsageError(f"there is no file {name!r} in {title}; it has {names!r:.500}")
     size = opened.files[name].size
     if options.is_exact(name):
-        with file_in_place(options.out, force=options.force, size=size) as out:
+        with in_place(options.out, force=options.force, size=size) as out:
             _write(opened, name, out)
-        return WrittenExport(size=size, exact=True)
+        return WrittenExport(exact=True)
     near = os.path.dirname(os.path.abspath(options.out))
     with (
         _open_out(options, size) as out,
@@ -189,8 +189,9 @@ def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     if said is None or not options.is_exact(said.part or ""):
         with _open_out(options) as out:
             return _convert(path, path, options, out)
-    with file_in_place(options.out, force=options.force) as out:
-        return WrittenExport(size=_copy_led_to(path, options.out, out), exact=True)
+    with in_place(options.out, force=options.force) as out:
+        _copy(path, options.out, out)
+    return WrittenExport(exact=True)
 
 
 def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
@@ -199,26 +200,17 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
         raise UsageError(f"{path}: expected a torch file, found a directory; name one of its files")
     if options.names or options.strip or options.file:
         raise UsageError(f"{path} is a directory, and --names, --strip and --file are for a file")
-    size = 0
     # The folder of Portus holds drafts and spares, which are no part of a checkpoint.
-    names = [name for name in os.listdir(path) if name != FOLDER]
-    with directory_in_place(options.out, force=options.force, names=names) as made:
-        for directory, below, found in os.walk(path):
-            below[:] = [name for name in below if name != FOLDER]
-            within = os.path.normpath(os.path.join(made, os.path.relpath(directory, path)))
-            os.makedirs(within, exist_ok=True)
-            for name in found:
-                source, target = os.path.join(directory, name), os.path.join(within, name)
-                if pointer_at(source) is not None:
-                    size += _copy_led_to(source, options.out, target)
-                    continue
-                shutil.copyfile(source, target)
-                with open(target, "rb") as file:
-                    # The directory takes its name after this, when its files must be durable.
-                    os.fsync(file.fileno())
-                size += os.path.getsize(target)
-            sync_directory(within)
-    return WrittenExport(size=size, exact=True)
+    names = {*os.listdir(path)} - {FOLDER}
+    with in_place(options.out, force=options.force, made=names.__contains__) as made:
+        shutil.copytree(
+            path,
+            made,
+            ignore=shutil.ignore_patterns(FOLDER),
+            copy_function=lambda source, target: _copy(source, options.out, target),
+            dirs_exist_ok=True,
+        )
+    return WrittenExport(exact=True)
 
 
 def _has_pointers(directory: str) -> bool:
@@ -230,44 +222,46 @@ def _has_pointers(directory: str) -> bool:
     return any(pointer_at(path) is not None for path in paths)
 
 
-def _copy_led_to(path: str, out: str, target: str) -> int:
-    """Write the file that a pointer refers to; return its size."""
+def _copy(path: str, out: str, target: str) -> None:
+    """Copy a file, or the one that a pointer refers to."""
+    if pointer_at(path) is None:
+        shutil.copyfile(path, target)
+        return
 
-    def copy(reader: PoolReader, entry: VersionEntry, said: Reference) -> int:
+    def write(reader: PoolReader, entry: VersionEntry, said: Reference) -> None:
         with open_version(reader, entry) as opened:
             if said.part not in opened.files:
                 raise CorruptionError(f"{path}: it refers to a version that lacks this file")
             check_room(out, opened.files[said.part].size)
-            return _write(opened, said.part, target)
+            _write(opened, said.part, target)
 
-    return use_reference(path, copy)
+    use_reference(path, write)
 
 
 @contextlib.contextmanager
 def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
     """Yield the path at which to write what becomes OUT. size: bytes to come. Raises ``UsageError``
     for an OUT to which nothing can be converted."""
-    if options.is_directory:
-        with directory_in_place(options.out, force=options.force, size=size) as out:
-            yield out
-        return
-    if options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
+    if not options.is_directory and options.suffix not in (*TORCH_SUFFIXES, SUFFIX):
         known = ", ".join((SUFFIX, *TORCH_SUFFIXES))
         raise UsageError(
             f"{options.out}: expected a directory, or a name that ends in one of {known}"
         )
     if options.is_torch and options.strip:
         raise UsageError("--strip is for .safetensors files")
-    with file_in_place(options.out, force=options.force, size=size) as out:
+    made = re.compile(r"model.*\.safetensors(\.index\.json)?").fullmatch
+    with in_place(
+        options.out, force=options.force, made=made if options.is_directory else None, size=size
+    ) as out:
         yield out
 
 
 def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
     """Write the values that ``names`` select, or all, as a file of another kind to ``out``."""
-    from portus.reach.leaving import torch_export  # and torch with it
+    from portus.reach.leaving.export import write_file  # and torch with it
 
     try:
-        return torch_export.write(
+        return write_file(
             path,
             out,
             names=options.names,
@@ -283,19 +277,27 @@ def _convert(path: str, title: str, options: ExportOptions, out: str) -> Written
 
 def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
     """Write a version of a shelf, or of embedding tables."""
+    from portus.reach.leaving.export import write_version  # and torch with it
+
     assert isinstance(opened, OpenVersion), "all others have files"
     if options.is_directory or options.file is not None:
         raise UsageError(
             f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
         )
-    with _open_out(options) as out:
-        return contents.write(
-            opened,
-            options.out,
-            out,
+    info = opened.entry.info
+    with (
+        _open_out(options) as out,
+        open(out, "wb") as file,
+        counter(os.path.basename(options.out), info.size) as add,
+    ):
+        return write_version(
+            opened.reader,
+            opened.entry,
+            file,
             names=options.names,
             strip=options.strip,
             is_torch=options.is_torch,
+            advance=add,
         )
 
 

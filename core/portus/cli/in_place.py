@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from portus.cli import words
 from portus.errors import MediumError, UsageError
@@ -16,82 +16,58 @@ from portus.reach.media.names import hidden_name
 
 
 @contextlib.contextmanager
-def file_in_place(out: str, *, force: bool, size: int = 0) -> Iterator[str]:
-    """Yield a path beside ``out``; the caller writes and syncs a file there, which then becomes
-    ``out``.
-
-    size: bytes to come. Raises ``MediumError``, and ``UsageError`` if ``out`` exists, without
-    ``force``; then ``out`` does not change.
-    """
-    _refuse_there(out, force)
-    check_room(out, size)
-    with _beside(out) as temporary:
-        yield temporary
-        os.replace(temporary, out)
-        # The rename is durable only after this.
-        sync_directory(os.path.dirname(temporary))
-
-
-@contextlib.contextmanager
-def directory_in_place(
-    out: str, *, force: bool, names: Collection[str] | None = None, size: int = 0
+def in_place(
+    out: str, *, force: bool, made: Callable[[str], object] | None = None, size: int = 0
 ) -> Iterator[str]:
-    """Yield a directory beside ``out`` to fill; at the end it is synced and becomes ``out``.
+    """Yield a path beside ``out``; the caller writes a file there, or fills the directory there. At
+    the end it is synced and becomes ``out``.
 
-    names: of the files to come; None: ``model*.safetensors``, and an index. size: bytes to come.
-    Raises ``MediumError``, and ``UsageError`` if ``out`` has other files, or exists, without
-    ``force``; then ``out`` does not change.
+    made: only for a directory; tells which names an earlier export made. size: bytes to come.
+    Raises ``MediumError``, and ``UsageError`` if ``out`` exists, without ``force``, or has other
+    files; then ``out`` does not change.
     """
-    out = os.path.abspath(out)
-    there = os.path.lexists(out)
-    _refuse_there(out, force or (os.path.isdir(out) and not os.listdir(out)))
-    if there and not _is_export(out, names):
+    target = os.path.abspath(out)
+    there = os.path.lexists(target)
+    is_directory = os.path.isdir(target) and not os.path.islink(target)
+    own = os.listdir(target) if made is not None and is_directory else None
+    if there and own != [] and not force:
+        raise UsageError(f"{out} already exists; --force replaces it")
+    if there and made is not None and (own is None or not all(map(made, own))):
         raise UsageError(f"{out} holds more than an export of Portus; remove it yourself")
     check_room(out, size)
-    with _beside(out) as temporary:
-        old = f"{temporary}.old"
-        try:
-            os.mkdir(temporary)
-            yield temporary
-            sync_directory(temporary)
-            if there:
-                # A rename cannot replace a directory with files in it. So `out` is absent for a
-                # moment, and `finally` restores the old one if this ends here.
-                os.rename(out, old)
-            os.rename(temporary, out)
-            sync_directory(os.path.dirname(out))  # before the old directory is removed
-        finally:
-            if os.path.isdir(old) and not os.path.lexists(out):
-                os.rename(old, out)
-            shutil.rmtree(old, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _beside(out: str) -> Iterator[str]:
-    """Yield a path beside ``out``, and remove at the end whatever is left there."""
-    directory, name = os.path.split(os.path.abspath(out))
+    directory, name = os.path.split(target)
     temporary = os.path.join(directory, hidden_name(name, f".{os.getpid()}.portus"))
+    old = f"{temporary}.old"
     try:
+        if made is not None:
+            os.mkdir(temporary)
         yield temporary
+        below = [os.path.join(at, n) for at, d, f in os.walk(temporary) for n in (*d, *f)]
+        _sync(*below, temporary)
+        if there and made is not None:
+            # A rename cannot replace a directory with files in it. So `out` is absent for a
+            # moment, and `finally` restores the old one if this ends here.
+            os.rename(target, old)
+        os.replace(temporary, target)
+        # The rename is durable only after this; the old directory is removed later.
+        _sync(directory)
     except MediumError:
         raise
     except OSError as error:
         raise MediumError(error.errno, f"cannot write {out}: {error.strerror}") from error
     finally:
+        if os.path.isdir(old) and not os.path.lexists(target):
+            os.rename(old, target)
+        shutil.rmtree(old, ignore_errors=True)
         shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.unlink(temporary)
 
 
-def _refuse_there(out: str, force: bool) -> None:
-    if os.path.lexists(out) and not force:
-        raise UsageError(f"{out} already exists; --force replaces it")
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    if os.name == "posix":
-        LocalFiles().sync(path)
+def _sync(*paths: str) -> None:
+    """Make files, and the names in directories, durable."""
+    for each in paths if os.name == "posix" else ():
+        LocalFiles().sync(each)
 
 
 def check_room(out: str, size: int) -> None:
@@ -104,13 +80,3 @@ def check_room(out: str, size: int) -> None:
     if size > free:
         text = f"{words.size(size)} are needed, but {directory} has {words.size(free)} free"
         raise MediumError(errno.ENOSPC, f"{out}: {text}")
-
-
-def _is_export(path: str, names: Collection[str] | None) -> bool:
-    """Return whether a directory has only files that an export makes."""
-    if not os.path.isdir(path) or os.path.islink(path):
-        return False
-    if names is not None:
-        return set(os.listdir(path)) <= set(names)
-    made = (".safetensors", ".safetensors.index.json")
-    return all(name.startswith("model") and name.endswith(made) for name in os.listdir(path))

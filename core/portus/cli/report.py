@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from portus.cli import report_page, report_picture, words
-from portus.cli.in_place import file_in_place
+from portus.cli.in_place import in_place
 from portus.cli.options import POOL, Text, argument, option
 from portus.cli.output import Json, Output, fields
 from portus.cli.report_charts import by_session, cut, intervals
@@ -46,9 +46,11 @@ def command(
     seen = training_of(name, pool, output)
     made = document(seen)
     if html is not None:
-        _write(html, report_page.page(seen, made).encode())
+        with in_place(html, force=True) as temporary:
+            Path(temporary).write_bytes(report_page.page(seen, made).encode())
     if png is not None:
-        _write(png, report_picture.picture(seen))
+        with in_place(png, force=True) as temporary:
+            report_picture.draw(seen, temporary)
     _show(seen, output)
     output.document(made)
     for path in filter(None, (html, png)):
@@ -166,10 +168,3 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     return " ".join(
         "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few
     )
-
-
-def _write(path: str, data: bytes) -> None:
-    with file_in_place(path, force=True) as temporary, open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Final
 
 from portus.cli import words
@@ -20,8 +19,8 @@ _COLORS: Final = dict(
 _UNITS: Final = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
-def picture(seen: JournaledRun) -> bytes:
-    """Return the report as a PNG. Raise ``ModuleNotFoundError`` without matplotlib."""
+def draw(seen: JournaledRun, path: str) -> None:
+    """Write the report as a PNG. Raise ``ModuleNotFoundError`` without matplotlib."""
     import matplotlib
 
     # It needs no display, which servers lack.
@@ -60,7 +59,5 @@ def picture(seen: JournaledRun) -> bytes:
         panel.grid(visible=True, alpha=0.3)
         panel.set_ylim(bottom=0)
     figure.tight_layout()
-    made = io.BytesIO()
-    figure.savefig(made, dpi=90, format="png", metadata={"Software": None})
+    figure.savefig(path, dpi=90, format="png", metadata={"Software": None})
     pyplot.close(figure)
-    return made.getvalue()

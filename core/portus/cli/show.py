@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import prod
 
 from portus.cli import files, words
-from portus.cli.contents import batches_of
 from portus.cli.options import POOL_OR_MIRROR, TARGET, Text
 from portus.cli.output import Json, Output, Row
 from portus.cli.pools import open_places, table_document, version_document
@@ -20,7 +19,6 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.version import OpenVersion
-from portus.reach.pools.contents import Storages
 from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import DISTCP
 
@@ -123,12 +121,13 @@ def _show_leaves(
     reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
 ) -> dict[str, Json]:
     """Show the contents of a version of a shelf, or of tables."""
-    from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text  # torch, too
+    from portus.reach.leaving.export import batches_of  # and torch with it
+    from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text
     from portus.reach.pools.restore import contents_of
 
     tensors, leaves = contents_of(reader, entry)
     changed = read_log(reader.medium, record)
-    batches = batches_of(tensors, Storages(reader, record, changed))
+    batches = batches_of(reader, record, changed, tensors)
     if record.log is not None:
         text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
         output.line(f"log     {text}, in {words.size(record.log.extent.length)}")

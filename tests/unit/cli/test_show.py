@@ -34,7 +34,7 @@ def test_a_version_shows_what_is_in_its_file(run: Run) -> None:
         assert shown["shape"] == list(tensor.shape)
         assert f"torch.{shown['dtype']}" == str(tensor.dtype)
         assert shown["size"] == tensor.numel() * tensor.element_size()
-    assert file["others"] == {"epoch": "20", "text": "'x'", "lr.0": "0.1", "lr.1": "0.2"}
+    assert file["others"] == {"epoch": "20", "text": "'x'", "lr": "[0.1, 0.2]"}
     assert 0 < version["shared"] < version["size"]
     said = portus("show", "net@20")
     assert "step-00000020.pt: 7.9 KiB" in said.out

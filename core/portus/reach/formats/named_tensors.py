@@ -35,7 +35,7 @@ class NamedTensors:
                 f"tensors: expected a dict of tensors by name, found {type(state).__name__}"
             )
         pairs = sorted(
-            ((_named_tensor(name, tensor), tensor) for name, tensor in state.items()),
+            ((named_tensor(name, tensor), tensor) for name, tensor in state.items()),
             key=lambda pair: pair[0].rank,
         )
         self.named: Final = [each for each, _ in pairs]
@@ -47,6 +47,11 @@ class NamedTensors:
         self.storages: Final[list[torch.UntypedStorage]] = []
         self.owned_storages: Final[set[int]] = set()
         for index, tensor in enumerate(self.tensors):
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+                name = self.named[index].name
+                raise UsageError(
+                    f"tensors[{name!r:.200}] is not contiguous; pass tensor.contiguous()"
+                )
             whole = tensor.untyped_storage()
             # The file has only this tensor's bytes; the storage has others, too.
             if self.named[index].size != whole.nbytes():
@@ -69,7 +74,8 @@ class NamedTensors:
         return [each.name for each in self.named].__getitem__
 
 
-def _named_tensor(name: object, tensor: object) -> NamedTensor:
+def named_tensor(name: object, tensor: object) -> NamedTensor:
+    """Return a tensor as a safetensors file has it. Raise ``UsageError`` if it cannot."""
     if not isinstance(name, str) or name == METADATA:
         raise UsageError(f"tensors: expected the name of a tensor, found {name!r:.200}")
     try:
@@ -85,8 +91,6 @@ def _named_tensor(name: object, tensor: object) -> NamedTensor:
         )
     if tensor.dtype not in _CODES:
         raise UsageError(f"{where} is {tensor.dtype}, which safetensors does not support")
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise UsageError(f"{where} is not contiguous; pass tensor.contiguous()")
     return NamedTensor(name, _CODES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
 
 

@@ -84,32 +84,6 @@ class NamedTensor:
         return _ORDER[self.dtype], self.name
 
 
-def header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str], *, alignment: int) -> bytes:
-    """Return the bytes before those of the tensors, with the length of the header.
-
-    metadata: comes first, in its order. alignment: the size is a multiple of it. Raises
-    ``UsageError`` if the header would be too long.
-    """
-    fields: dict[str, object] = {METADATA: dict(metadata)}
-    offset = 0
-    for each in tensors:
-        fields[each.name] = {
-            "dtype": each.dtype,
-            "shape": list(each.shape),
-            "data_offsets": [offset, offset + each.size],
-        }
-        offset += each.size
-    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    # Spaces: the format allows them only at the end of the header.
-    raw += b" " * (-(LENGTH_SIZE + len(raw)) % alignment)
-    if len(raw) > HEADER_MAX:
-        raise UsageError(
-            f"{len(tensors)} tensors are too many for one safetensors file: its header would have "
-            f"{len(raw)} bytes, of at most {HEADER_MAX}"
-        )
-    return len(raw).to_bytes(LENGTH_SIZE, "little") + raw
-
-
 def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> Image:
     """Return the image of a safetensors file. tensors: in its order, each one a storage.
 
@@ -121,7 +95,7 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
     noted = {DIGESTS: "0" * hex_length}
     # Ours comes first, the only valid place (`BEGIN`); one copied from another file is dropped.
     noted |= {key: value for key, value in metadata.items() if key != DIGESTS}
-    begin = header(tensors, noted, alignment=PAGE)
+    begin = _header(tensors, noted)
     at = LENGTH_SIZE + len(BEGIN)
     offset: Column = len(begin) + np.cumsum(lengths) - lengths
     size = len(begin) + int(lengths.sum())
@@ -134,3 +108,26 @@ def safetensors_image(tensors: Sequence[NamedTensor], metadata: Mapping[str, str
         return [Literal(0, before + record.hex().encode() + behind)]
 
     return Image(size=size, offset=offset, length=lengths, literals=literals)
+
+
+def _header(tensors: Sequence[NamedTensor], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes before those of the tensors, with the length of the header. metadata: comes
+    first, in its order."""
+    fields: dict[str, object] = {METADATA: dict(metadata)}
+    offset = 0
+    for each in tensors:
+        fields[each.name] = {
+            "dtype": each.dtype,
+            "shape": list(each.shape),
+            "data_offsets": [offset, offset + each.size],
+        }
+        offset += each.size
+    raw = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    # Spaces: the format allows them only at the end of the header.
+    raw += b" " * (-(LENGTH_SIZE + len(raw)) % PAGE)
+    if len(raw) > HEADER_MAX:
+        raise UsageError(
+            f"{len(tensors)} tensors are too many for one safetensors file: its header would have "
+            f"{len(raw)} bytes, of at most {HEADER_MAX}"
+        )
+    return len(raw).to_bytes(LENGTH_SIZE, "little") + raw

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from portus.engine.image.torch_reader import TorchFile
 from portus.engine.loading.any_format import note_of, outline_file
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.state.walk import leaves
 from portus.errors import printable
 from portus.reach.formats.safetensors import DTYPES
 from portus.reach.formats.safetensors_reader import SafetensorsFile
@@ -79,14 +79,14 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]
         tensors = [OutlinedTensor(e.pattern_path, "", (), lengths[e.storage]) for e in places]
-        leaves: list[tuple[str, Any]] = []
+        values: list[tuple[str, Any]] = []
     else:
-        leaves = leaves_of(state)
+        values = leaves(state)
         tensors = [
             OutlinedTensor(
                 name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
             )
-            for name, value in leaves
+            for name, value in values
             if isinstance(value, torch.Tensor)
         ]
     return FileOutline(
@@ -95,7 +95,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         tensors=tuple(tensors),
         others=tuple(
             (name, value_text(value))
-            for name, value in leaves
+            for name, value in values
             if not isinstance(value, torch.Tensor)
         ),
     )
@@ -130,22 +130,6 @@ class _HollowFile(io.RawIOBase):
             self._file.load(self._position, view)
         self._position = end
         return len(view)
-
-
-def leaves_of(state: object) -> list[tuple[str, Any]]:
-    """Return the values in nested dicts, lists and tuples, with their key paths, with dots."""
-    return list(_leaves(state, ()))
-
-
-def _leaves(value: Any, keys: tuple[object, ...]) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from _leaves(each, (*keys, key))
-    elif isinstance(value, (list, tuple)) and value:
-        for index, each in enumerate(value):
-            yield from _leaves(each, (*keys, index))
-    else:
-        yield ".".join(map(str, keys)), value
 
 
 def value_text(value: object) -> str:
