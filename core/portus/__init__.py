@@ -65,59 +65,45 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The public names, with the module of each; after a colon, its name there if that differs. The
-# TYPE_CHECKING block above is for type checkers; tests/unit/test_face.py compares the two.
-_MODULE_OF: Final = {
-    "AbandonedError": "portus.errors",
-    "BusyError": "portus.errors",
-    "Cadence": "portus.companions.job.cadence",
-    "Checkpointer": "portus.engine.paths.checkpointer",
-    "CorruptionError": "portus.errors",
-    "DataCursor": "portus.companions.loaders.cursor",
-    "Finding": "portus.reach.index.findings",
-    "Framework": "portus.companions.job.stock",
-    "Keep": "portus.engine.settings.keep",
-    "MediumError": "portus.errors",
-    "NoCheckpointError": "portus.errors",
-    "Place": "portus.reach.index.place",
-    "PoolCheckpointer": "portus.reach.pools.checkpointer",
-    "PoolView": "portus.reach.pools.view",
-    "PortusError": "portus.errors",
-    "RANDOMNESS_BYTES": "portus.companions.loaders.randomness",
-    "Preemption": "portus.companions.job.preemption",
-    "Run": "portus.companions.run",
-    "SaveHandle": "portus.engine.pipeline.handle",
-    "SaveStats": "portus.engine.pipeline.handle",
-    "SeededDataset": "portus.companions.loaders.seeds",
-    "Settings": "portus.engine.job.settings",
-    "SettingsDict": "portus.engine.job.settings",
-    "Shelf": "portus.companions.shelf.shelf",
-    "StaleError": "portus.errors",
-    "Safetensors": "portus.reach.training.safetensors",
-    "TrainingFiles": "portus.reach.training.training_files",
-    "TransportError": "portus.errors",
-    "UsageError": "portus.errors",
-    "VersionInfo": "portus.engine.spec",
-    "allow": "portus.reach.pools.resolve",
-    "around": "portus.companions.job.replacement",
-    "capture_randomness": "portus.companions.loaders.randomness",
-    "check": "portus.reach.index.check",
-    "parse_cadence": "portus.companions.job.cadence",
-    "is_disabled": "portus.companions.job.stock",
-    "is_nested": "portus.engine.media.calls",
-    "is_reference": "portus.reach.pools.resolve",
-    "load": "portus.engine.paths.face",
-    "local_path": "portus.reach.index.place",
-    "open": "portus.reach.pools.view:PoolView",
-    "read_reference": "portus.reach.pools.resolve",
-    "register_reference_loader": "portus._autoload",
-    "restore_randomness": "portus.companions.loaders.randomness",
-    "read_note": "portus.engine.loading.checkpoint_file",
-    "save": "portus.engine.paths.face",
-    "save_safetensors": "portus.reach.training.safetensors",
-    "this_is_a_pointer_run_portus_export": "portus._autoload",
-    "times_preempted": "portus.companions.job.preemption",
+# The public names of each module; after a colon, the name there if that differs. The TYPE_CHECKING
+# block above is for type checkers; tests/unit/test_face.py compares the two.
+_NAMES_OF: Final = {
+    "portus._autoload": "register_reference_loader this_is_a_pointer_run_portus_export",
+    "portus.companions.job.cadence": "Cadence parse_cadence",
+    "portus.companions.job.preemption": "Preemption times_preempted",
+    "portus.companions.job.replacement": "around",
+    "portus.companions.job.stock": "Framework is_disabled",
+    "portus.companions.loaders.cursor": "DataCursor",
+    "portus.companions.loaders.randomness": (
+        "RANDOMNESS_BYTES capture_randomness restore_randomness"
+    ),
+    "portus.companions.loaders.seeds": "SeededDataset",
+    "portus.companions.run": "Run",
+    "portus.companions.shelf.shelf": "Shelf",
+    "portus.engine.job.settings": "Settings SettingsDict",
+    "portus.engine.loading.checkpoint_file": "read_note",
+    "portus.engine.media.calls": "is_nested",
+    "portus.engine.paths.checkpointer": "Checkpointer",
+    "portus.engine.paths.face": "load save",
+    "portus.engine.pipeline.handle": "SaveHandle SaveStats",
+    "portus.engine.settings.keep": "Keep",
+    "portus.engine.spec": "VersionInfo",
+    "portus.errors": (
+        "AbandonedError BusyError CorruptionError MediumError NoCheckpointError PortusError "
+        "StaleError TransportError UsageError"
+    ),
+    "portus.reach.index.check": "check",
+    "portus.reach.index.findings": "Finding",
+    "portus.reach.index.place": "Place local_path",
+    "portus.reach.pools.checkpointer": "PoolCheckpointer",
+    "portus.reach.pools.resolve": "allow is_reference read_reference",
+    "portus.reach.pools.view": "PoolView",
+    "portus.reach.pools.view:PoolView": "open",
+    "portus.reach.training.safetensors": "Safetensors save_safetensors",
+    "portus.reach.training.training_files": "TrainingFiles",
 }
+
+_MODULE_OF: Final = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from portus.companions.cadence.bound import not_negative, round_up, share
-from portus.engine.settings.numbers import over_zero
+from portus.engine.settings.fits import over_zero
 
 
 def young_s(cost_s: float, mtbf_s: float) -> float:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from portus.cli import report_page, report_picture, words
+from portus.cli import report_charts, report_page, words
 from portus.cli.in_place import in_place
 from portus.cli.options import POOL, Text, argument, option
 from portus.cli.output import Json, Output, fields
-from portus.cli.report_charts import by_session, cut, intervals
+from portus.cli.report_charts import by_session, intervals
 from portus.cli.training import (
     WHERE,
     JournaledRun,
@@ -50,7 +51,7 @@ def command(
             Path(temporary).write_bytes(report_page.page(seen, made).encode())
     if png is not None:
         with in_place(png, force=True) as temporary:
-            report_picture.draw(seen, temporary)
+            report_charts.draw(seen, temporary)
     _show(seen, output)
     output.document(made)
     for path in filter(None, (html, png)):
@@ -160,10 +161,11 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     total = sum(map(len, sessions))
     if len(sessions) > WIDTH // 4:
         sessions = [[value for session in sessions for value in session]]
-    few = [
-        [max(part) for part in cut(each, max(1, round(WIDTH * len(each) / max(WIDTH, total))))]
-        for each in sessions
-    ]
+    few = []
+    for each in sessions:
+        count = min(len(each), max(1, round(WIDTH * len(each) / max(WIDTH, total))))
+        bounds = [len(each) * n // count for n in range(count + 1)]
+        few.append([max(each[a:b]) for a, b in itertools.pairwise(bounds)])
     top = max(value for each in few for value in each) or 1.0
     return " ".join(
         "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few

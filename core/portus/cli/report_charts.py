@@ -1,23 +1,28 @@
-"""The charts of a report, for a browser and as a picture."""
+"""The charts of a report, which its page shows, and the picture of it, which matplotlib draws."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Final, TypeVar
+from typing import Final
 
 from portus.cli import words
+from portus.cli.training import WHERE, JournaledRun, parts
 from portus.companions.journal.account import Account, Placed, PlacedLine
 
-POINTS_MAX: Final = 1500
-"""Points of a line, at most; more are reduced to the highest of each few."""
+_COLORS: Final = dict(
+    zip(
+        (*WHERE, "line"),
+        ("#1f8a5b", "#c8372d", "#2f6fd0", "#8a6fc0", "#b3bac2", "#d5dae0"),
+        strict=True,
+    )
+)
+
+_UNITS: Final = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 Point = tuple[float, float]
 """A time, in seconds, and a value."""
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ def course_chart(its: Account) -> Chart:
             for each in its.saves
             if spell.begin_s <= each.time_s <= spell.end_s and spell.base <= each.at <= spell.end
         ]
-        lines.append(Line("kept", sorted([*ends, *_highest(own)])))
+        lines.append(Line("kept", sorted([*ends, *own])))
     for before, spell in itertools.pairwise(its.sessions):
         lines.append(Line("line", [(spell.begin_s, 0.0), (spell.begin_s, top)], width=1))
         if before.end > spell.base:
@@ -72,10 +77,9 @@ def saves_chart(its: Account) -> Chart:
     if not its.saves:
         return Chart(title, (), note="no version was committed")
     for saves in by_session(its.saves):
-        most = max(1, POINTS_MAX * len(saves) // len(its.saves))
         copied = [(each.time_s, each.line.copy_s) for each in saves]
         blocked = [(each.time_s, each.line.blocked_s) for each in saves]
-        lines += [Line("saves", _highest(copied, most)), Line("lost", _highest(blocked, most))]
+        lines += [Line("saves", copied), Line("lost", blocked)]
     key = {"lost": "training was blocked", "saves": "copying and hashing"}
     written = words.size(max(each.line.copied_bytes for each in its.saves))
     note = f"{words.seconds(its.median_blocked_s)} blocked, the median; {written} written at most"
@@ -120,12 +124,45 @@ def by_session(placed: Iterable[PlacedLine[Placed]]) -> list[list[PlacedLine[Pla
     return list(found.values())
 
 
-def cut(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
-    """Return the values in at most ``most`` parts of about equal length; no part is empty."""
-    count = min(most, len(values))
-    bounds = [len(values) * n // count for n in range(count + 1)] if count else []
-    return [values[a:b] for a, b in itertools.pairwise(bounds)]
+def draw(seen: JournaledRun, path: str) -> None:
+    """Write the report as a PNG. Raise ``ModuleNotFoundError`` without matplotlib."""
+    import matplotlib
 
+    # It needs no display, which servers lack.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
 
-def _highest(points: Sequence[Point], most: int = POINTS_MAX) -> list[Point]:
-    return [max(each, key=itemgetter(1)) for each in cut(points, most)]
+    its = seen.account
+    unit, unit_s = next((each for each in _UNITS if its.wall_s >= 2 * each[1]), _UNITS[-1])
+    figure, panels = pyplot.subplots(2, 2, figsize=(11, 7))
+    where, *drawn = panels.flat
+    for row, (name, value) in enumerate(parts(its)):
+        share = value / its.wall_s if its.wall_s else 0.0
+        where.barh(row, 100 * share, color=_COLORS[name])
+        where.text(100 * share + 1, row, f"{share:.1%}, {words.seconds(value)}", va="center")
+    where.set_yticks(range(len(WHERE)), list(WHERE.values()))
+    where.invert_yaxis()
+    where.set_xlim(0, 130)
+    where.set_xlabel("share of wall time, %")
+    where.set_title(f"goodput {its.goodput:.1%}")
+    charts = (course_chart(its), saves_chart(its), steps_chart(its))
+    for panel, chart in zip(drawn, charts, strict=True):
+        unnamed = dict(chart.key)
+        for line in chart.lines:
+            panel.plot(
+                [moment / unit_s for moment, _ in line.points],
+                [value for _, value in line.points],
+                color=_COLORS[line.color],
+                linewidth=line.width,
+                marker="." if len(line.points) == 1 else "",
+                label=unnamed.pop(line.color, None),
+            )
+        if unnamed != chart.key:
+            panel.legend(fontsize=8)
+        panel.set_title(f"{chart.title}{', seconds' if chart.is_seconds else ''}")
+        panel.set_xlabel(unit)
+        panel.grid(visible=True, alpha=0.3)
+        panel.set_ylim(bottom=0)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90, format="png", metadata={"Software": None})
+    pyplot.close(figure)

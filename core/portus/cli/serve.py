@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typer import Exit
 
-from portus.cli.options import Text, Texts, argument, option
+from portus.cli.options import Text, argument, option
 from portus.reach.daemon.events import log_to_stderr
 from portus.reach.daemon.main import serve
 from portus.reach.daemon.options import ServeOptions
@@ -12,16 +12,16 @@ from portus.reach.daemon.options import ServeOptions
 
 def command(
     place: str = argument("POOL", "a pool directory, a pool file, a DAX device, or memory:SIZE"),
-    listen: Texts = option(
-        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117"
+    listen: list[str] = option(
+        "--listen -l HOST[:PORT]|unix:PATH", "an address to listen on; default: 127.0.0.1:7117", ()
     ),
-    secret_file: Text = option(
+    secret_path: Text = option(
         "--secret-file PATH", "a file with one secret, or lines TENANT SECRET"
     ),
-    tls_cert: Text = option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)"),
-    tls_key: Text = option("--tls-key PEM", "the key of that certificate"),
+    cert_path: Text = option("--tls-cert PEM", "use TLS on TCP addresses (portus+tls://)"),
+    key_path: Text = option("--tls-key PEM", "the key of that certificate"),
     quota: Text = option("--quota SIZE", "the most that each tenant may store, such as 500G"),
-    quota_file: Text = option(
+    quota_path: Text = option(
         "--quota-file PATH", "a file of lines TENANT SIZE, instead of --quota"
     ),
     metrics: Text = option("--metrics [HOST:]PORT", "serve Prometheus metrics and /healthz here"),
@@ -47,24 +47,7 @@ def command(
     On SIGHUP it rereads the files of secrets, quotas and certificates. Exit code 3 of this command:
     a connection hung at shutdown and was abandoned.
     """
+    options = ServeOptions(**locals())
     log_to_stderr()
-    options = ServeOptions(
-        place=place,
-        listen=listen or (),
-        secret_path=secret_file,
-        cert_path=tls_cert,
-        key_path=tls_key,
-        quota=quota,
-        quota_path=quota_file,
-        admin_path=admin_path,
-        metrics=metrics,
-        transport=transport,
-        scrub=scrub,
-        memory=memory,
-        connections=connections,
-        mirror=mirror,
-        replica=replica,
-        mirror_wait=mirror_wait,
-    )
     if not serve(options):
         raise Exit(3)

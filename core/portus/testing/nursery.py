@@ -52,7 +52,7 @@ class Nursery:
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._module = module
-        self._children: weakref.WeakSet[Child] = weakref.WeakSet()
+        self.children: weakref.WeakSet[Child] = weakref.WeakSet()
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "portus.testing.nursery", module, str(theirs.fileno())],
@@ -74,7 +74,7 @@ class Nursery:
         pid = self.ask({"start": function, "arguments": arguments}, write, stacks)
         os.close(write)
         child = Child(self, pid, read, stacks)
-        self._children.add(child)
+        self.children.add(child)
         return child
 
     def ask(self, request: dict[str, object], *descriptors: int) -> int:
@@ -86,14 +86,10 @@ class Nursery:
     def hang_error(self, what: str) -> AssertionError:
         """End all children and theirs, and return an error that begins with ``what`` and says what
         each of them did."""
-        children = sorted(self._children, key=lambda child: child.pid)
-        told = [each.stop() for each in children]
-        told = [before + each.abort() for before, each in zip(told, children, strict=True)]
-        return AssertionError("\n\n".join([what, *told]))
-
-    def forget(self, child: Child) -> None:
-        """Forget a child that has ended: it is not reported any more."""
-        self._children.discard(child)
+        children = sorted(self.children, key=lambda child: child.pid)
+        for each in children:  # so that none sees another one end
+            each.stop()
+        return AssertionError("\n\n".join([what, *(each.abort() for each in children)]))
 
     def close(self) -> None:
         self._socket.close()
@@ -130,9 +126,8 @@ class Child:
             assert not self._has_closed, f"child {self.pid} ended with {self.wait()}"
             if not self._hears([self._descriptor], until - time.monotonic()):
                 silent = f"child {self.pid} said nothing for {timeout_s:g} s"
-                raise (
-                    AssertionError(silent) if timeout_s < ANSWER_S_MAX else self._hang_error(silent)
-                )
+                is_short = timeout_s < ANSWER_S_MAX
+                raise AssertionError(silent) if is_short else self._nursery.hang_error(silent)
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
 
@@ -159,7 +154,7 @@ class Child:
         while not self._has_ended():
             watched = [self._end] if self._has_closed else [self._end, self._descriptor]
             if not self._hears(watched, silence_s):
-                raise self._hang_error(
+                raise self._nursery.hang_error(
                     f"child {self.pid} said nothing for {silence_s:g} s, and goes on"
                 )
         if self._code is None:
@@ -183,35 +178,31 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._nursery.forget(self)
+        self._nursery.children.discard(self)
         for each in (self._descriptor, self._stacks, self._end):
             os.close(each)
 
-    def stop(self) -> str:
-        """Stop the child and its descendants, so that none sees another one end. Return where their
-        threads were in the kernel."""
-        if self._has_ended():
-            return f"child {self.pid} ended with {self.wait()}\n"
-        told = [f"child {self.pid}", *map(_threads, _tree(self.pid))]
-        for each in _tree(self.pid):
-            _tell(each, signal.SIGSTOP)
-        return "\n".join(told) + "\n"
+    def stop(self) -> None:
+        """Stop the child and its descendants."""
+        for each in () if self._has_ended() else _tree(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGSTOP)
 
     def abort(self) -> str:
         """End the child and its descendants, and return the Python stacks of their threads."""
-        for each in () if self._has_ended() else _tree(self.pid):
+        if self._has_ended():
+            return f"child {self.pid} ended with {self.wait()}\n"
+        for each in _tree(self.pid):
             os.write(self._stacks, f"\nprocess {each}\n".encode())
             with contextlib.suppress(ProcessLookupError):
                 end = os.pidfd_open(each)
-                _tell(each, signal.SIGABRT)
-                _tell(each, signal.SIGCONT)
+                os.kill(each, signal.SIGABRT)
+                os.kill(each, signal.SIGCONT)
                 select.select([end], [], [], _TOLD_S_MAX)
                 os.close(end)
         size = os.lseek(self._stacks, 0, os.SEEK_END)
-        return os.pread(self._stacks, size, 0).decode(errors="replace")
-
-    def _hang_error(self, what: str) -> AssertionError:
-        return self._nursery.hang_error(what)
+        stacks = os.pread(self._stacks, size, 0).decode(errors="replace")
+        return f"child {self.pid}\n{stacks}"
 
     def _has_ended(self) -> bool:
         return self._code is not None or bool(select.select([self._end], [], [], 0)[0])
@@ -240,21 +231,6 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _threads(pid: int) -> str:
-    """Return the threads of a process, and what each of them waits for in the kernel."""
-    found = [f"process {pid}"]
-    with contextlib.suppress(OSError):
-        for thread in sorted(Path("/proc", str(pid), "task").iterdir()):
-            name = thread.joinpath("comm").read_text().strip()
-            found.append(f"  {thread.name} {name}: {thread.joinpath('wchan').read_text()}")
-    return "\n".join(found)
-
-
-def _tell(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 # What runs in the nursery.
 
 
@@ -279,17 +255,12 @@ def _serve(module: str, number: int) -> None:
             answer = os.fork()
             if answer == 0:
                 connection.close()
-                function = _named_function(request["start"], module)
+                owner, _, name = request["start"].rpartition(":")
+                function = getattr(importlib.import_module(owner or module), name)
                 _run(function, request["arguments"], *descriptors)
             for each in descriptors:
                 os.close(each)
         connection.send(str(answer).encode())
-
-
-def _named_function(name: str, module: str) -> Callable[..., None]:
-    owner, _, function = name.rpartition(":")
-    found: Callable[..., None] = getattr(importlib.import_module(owner or module), function)
-    return found
 
 
 def _run(function: Callable[..., None], arguments: list[Any], descriptor: int, stacks: int) -> None:

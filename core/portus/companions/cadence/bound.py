@@ -20,7 +20,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from portus.engine.settings.numbers import is_number, over_zero
+from portus.engine.settings.fits import is_number, over_zero
 from portus.errors import UsageError
 
 FORMAT: Final = 1

@@ -27,7 +27,7 @@ from portus.companions.job.clock import Clock
 from portus.companions.job.exchange import beside, broadcast, standing
 from portus.companions.job.preemption import Preemption
 from portus.companions.job.stock import Framework
-from portus.engine.settings.numbers import parse_seconds
+from portus.engine.settings.fits import parse_seconds
 from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")

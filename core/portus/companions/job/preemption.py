@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from portus.companions.job.exchange import standing
 from portus.engine.pipeline import commits
-from portus.engine.settings.numbers import parse_seconds
+from portus.engine.settings.fits import parse_seconds
 from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")

@@ -19,7 +19,7 @@ import numpy as np
 
 from portus.companions.media.private import PrivateMapping, Run
 from portus.engine.format.dtypes import ITEM_SIZES
-from portus.engine.settings.text import is_text
+from portus.engine.settings.fits import is_text
 from portus.errors import UsageError
 from portus.reach.format.arrays import ArrayShape, array_over, dtype_node
 from portus.reach.format.items import DEPTH_MAX

@@ -13,8 +13,7 @@ import numpy as np
 
 from portus.companions.shelf.items import Array, Item, arrays_of, copy_item, view_item
 from portus.companions.shelf.store import ShelfStore
-from portus.engine.settings.fits import Seconds, SomeBytes, refuse_misfits
-from portus.engine.settings.text import is_text
+from portus.engine.settings.fits import Seconds, SomeBytes, is_text, refuse_misfits
 from portus.errors import StaleError, UsageError
 from portus.reach.index.directory import create_pool, has_pool, open_reader, open_writer
 from portus.reach.index.place import Place

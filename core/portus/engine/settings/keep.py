@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Final
 
-from portus.engine.settings.numbers import is_number, parse_seconds
-from portus.engine.settings.text import is_text
+from portus.engine.settings.fits import is_number, is_text, parse_seconds
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 

@@ -17,8 +17,8 @@ from portus.engine.paths.process import Closable, join
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.settings.fits import is_text
 from portus.engine.settings.keep import Keep
-from portus.engine.settings.text import is_text
 from portus.engine.spec import VersionInfo
 from portus.errors import NoCheckpointError, UsageError
 from portus.reach.index.directory import has_pool
