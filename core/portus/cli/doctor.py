@@ -96,7 +96,11 @@ def command(
             to_measure[directory] = None
     if not places:
         pools = {each.name: each for each in pools_here()}
-        to_measure = dict.fromkeys(_usual_places())
+        place = Place.parse(None).local_path or os.getcwd()
+        # The default place may not exist before the first save.
+        while not (os.path.isdir(place) or is_device(place)):
+            place = os.path.dirname(place)
+        to_measure = dict.fromkeys([place, *filter(os.path.isdir, ["/dev/shm"])])
     measured = []
     for directory in to_measure:
         try:
@@ -164,7 +168,22 @@ def measure(place: str, size: int) -> Speeds:
     On a device only the load is measured, and nothing is written. Raises ``UsageError`` if
     ``place`` is neither, and ``MediumError``.
     """
-    with _open(os.path.abspath(place), size) as medium:
+    files, fresh, spare = LocalFiles(), dict[str, int](), dict[str, int]()
+    with contextlib.ExitStack() as stack:
+        if is_device(os.path.abspath(place)):
+            medium: Medium = files.open(os.path.abspath(place), writable=False)
+        elif not os.path.isdir(place):
+            raise UsageError(f"{place}: expected a directory, or a DAX device")
+        else:
+            try:
+                made = tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place)
+            except OSError as error:
+                text = f"{place}: nothing can be written there: {error.strerror}"
+                raise UsageError(text) from error
+            folder = os.path.abspath(stack.enter_context(made))
+            fresh, spare = (_file_speeds(folder, size, is_spare) for is_spare in (False, True))
+            medium = files.create(os.path.join(folder, "file"), size)
+        stack.enter_context(contextlib.closing(medium))
         size = min(size, medium.size)
         source = np.ones(size, np.uint8)
         target = np.zeros(size, np.uint8)
@@ -186,27 +205,27 @@ def measure(place: str, size: int) -> Speeds:
                 start = time.perf_counter()
                 call()
                 took_s[name].append(time.perf_counter() - start)
-        # The first round is left out: it touches all memory for the first time.
-        speed = {name: int(size / statistics.median(each[1:])) for name, each in took_s.items()}
-        return Speeds(
-            place=place,
-            medium=info.kind.name,
-            granularity=info.granularity,
-            volatile=info.volatile,
-            save=speed.get("save", 0),
-            load=speed["load"],
-            memory=speed["memory"],
-            fresh=_speeds_of_files(place, size, is_spare=False) if info.writable else {},
-            spare=_speeds_of_files(place, size, is_spare=True) if info.writable else {},
-        )
+    # The first round is left out: it touches all memory for the first time.
+    speed = {name: int(size / statistics.median(each[1:])) for name, each in took_s.items()}
+    return Speeds(
+        place=place,
+        medium=info.kind.name,
+        granularity=info.granularity,
+        volatile=info.volatile,
+        save=speed.get("save", 0),
+        load=speed["load"],
+        memory=speed["memory"],
+        fresh=fresh,
+        spare=spare,
+    )
 
 
-def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]:
+def _file_speeds(folder: str, size: int, is_spare: bool) -> dict[str, int]:
     """Write checkpoint files of one storage as a training does, until each way is measured. Return
     nothing on systems where no such files are written."""
     if sys.platform != "linux":
         return {}
-    source, ways, ring = np.ones(size, np.uint8), Ways(), StagingRing(0)
+    source, ways = np.zeros(size, np.uint8), Ways()
     image = Image(
         size=size,
         offset=np.zeros(1, np.int64),
@@ -214,45 +233,23 @@ def _speeds_of_files(place: str, size: int, *, is_spare: bool) -> dict[str, int]
         literals=lambda digests, crcs: (),
     )
     address = np.array([source.ctypes.data], np.int64)
-    with (
-        contextlib.closing(ring),
-        tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place) as folder,
-    ):
-        path = os.path.join(folder, "file")
-        for turn in range(len(Way) * TRIES + is_spare):
-            source[:] = turn  # what a spare has already is not written
-            if not is_spare and os.path.exists(path):
+    path = os.path.join(folder, "checkpoint")
+    kind = Kind(os.stat(folder).st_dev, is_spare)
+    with contextlib.closing(StagingRing(0)) as ring:
+        for turn in range(len(Way) * TRIES):
+            source += 1  # what a spare has already is not written
+            if not is_spare and turn:
                 os.remove(path)
-            overwritten = is_spare and os.path.exists(path)
             number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 with contextlib.closing(
-                    ImageFile(number, path, image, is_spare=overwritten, ring=ring, ways=ways)
+                    ImageFile(number, path, image, is_spare=is_spare, ring=ring, ways=ways)
                 ) as file:
                     file.copy(np.zeros(1, np.int64), address, Stop())
                     file.finish()
-                kind = Kind(os.fstat(number).st_dev, is_spare)
             finally:
                 os.close(number)
     return {way.value: speed for way, speed in ways.speeds(kind).items()}
-
-
-@contextlib.contextmanager
-def _open(place: str, size: int) -> Iterator[Medium]:
-    files = LocalFiles()
-    if is_device(place):
-        medium: Medium = files.open(place, writable=False)
-        with contextlib.closing(medium):
-            yield medium
-        return
-    if not os.path.isdir(place):
-        raise UsageError(f"{place}: expected a directory, or a DAX device")
-    try:
-        folder = tempfile.TemporaryDirectory(prefix=".portus-doctor-", dir=place)
-    except OSError as error:
-        raise UsageError(f"{place}: nothing can be written there: {error.strerror}") from error
-    with folder, contextlib.closing(files.create(os.path.join(folder.name, "file"), size)) as made:
-        yield made
 
 
 def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
@@ -324,18 +321,6 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
     text += f": space for {fit} more checkpoints of {words.size(size)}, the size of the newest"
     advice = "free space, or keep fewer checkpoints: saves need space for two more"
     return MachineFinding("pool", path, text, "" if fit >= 2 else advice)
-
-
-def _usual_places() -> list[str]:
-    """Return the directory of pools, or where it would be made, and that of memory."""
-    pools = Place.parse(None)
-    place = pools.local_path or os.getcwd()
-    # The default place may not exist before the first save.
-    while not os.path.exists(place):
-        place = os.path.dirname(place)
-    if os.path.isfile(place):
-        place = os.path.dirname(place)
-    return [place, *(["/dev/shm"] if os.path.isdir("/dev/shm") else [])]
 
 
 def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 from portus.cli import words
+from portus.cli.machine import contents_of_device
 from portus.cli.options import argument, flag
 from portus.cli.output import Output
-from portus.errors import PortusError, UsageError
-from portus.reach.index.directory import format_device, open_reader
+from portus.errors import UsageError
+from portus.reach.index.directory import format_device
 from portus.reach.media.dax import device_facts
 from portus.reach.media.local import LocalFiles
 
@@ -25,15 +25,7 @@ def command(
     if facts is None:
         raise UsageError(f"{path}: expected a DAX device; files are made by the first save")
     if not format_device(path, LocalFiles(), force=force):
-        raise UsageError(f"{path}: not blank: {_what_is_there(path)}; --force makes it empty")
+        raise UsageError(f"{path}: not blank: {contents_of_device(path)}; --force makes it empty")
     volatile = "; VOLATILE: it belongs to no NVDIMM namespace" if facts.volatile else ""
     output.line(f"{path}: an empty pool of {words.size(facts.size)}{volatile}")
     output.document({"path": path, "size": facts.size, "volatile": facts.volatile})
-
-
-def _what_is_there(path: str) -> str:
-    try:
-        with contextlib.closing(open_reader(path)) as reader:
-            return f"a pool with {len(reader.catalogue().ids())} versions"
-    except PortusError as error:
-        return str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,8 @@ class Machine:
 
     def libpmem(self) -> MachineFinding:
         """Return whether caches can be written back, and how."""
-        flags = _cpu_flags(self.root)
+        found = re.search(r"^flags\s*:(.*)", _text(self.root / "proc/cpuinfo"), re.MULTILINE)
+        flags = found[1].split() if found else ()
         how = next((each for each in _FLUSHES if each in flags), "no flush that we know of")
         try:
             processor()
@@ -188,26 +190,25 @@ def _device_text(facts: DeviceFacts) -> tuple[str, str]:
     kind = "VOLATILE (no NVDIMM namespace)" if facts.volatile else "persistent"
     text = f"{facts.size} bytes, {kind}, mapped by {facts.alignment}, written back by the processor"
     try:
-        medium = open_device(facts.path, writable=False)
+        held = contents_of_device(facts.path)
     except MediumError as error:
         advice = f"give this user access: chgrp, chmod g+rw {facts.path}, by a rule of udev"
         return f"{text}; cannot be opened: {error.strerror}", advice
-    with contextlib.closing(medium):
+    advice = f'a pool is made there by Checkpointer("{facts.path}")' if held == "blank" else ""
+    return f"{text}; {held}", advice
+
+
+def contents_of_device(path: str) -> str:
+    """Return what a DAX device holds, for people. Raise ``MediumError`` if it cannot be opened."""
+    with contextlib.closing(open_device(path, writable=False)) as medium:
         try:
             if is_blank(medium):
-                return f"{text}; blank", f'a pool is made there by Checkpointer("{facts.path}")'
-            held = len(PoolReader(medium, ProcessLocks()).catalogue().ids())
-            return f"{text}; a pool with {held} versions", ""
+                return "blank"
+            return (
+                f"a pool with {len(PoolReader(medium, ProcessLocks()).catalogue().ids())} versions"
+            )
         except PortusError as error:
-            return f"{text}; {error}", ""
-
-
-def _cpu_flags(root: Path) -> frozenset[str]:
-    for line in _text(root / "proc/cpuinfo").splitlines():
-        name, _, flags = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(flags.split())
-    return frozenset()
+            return str(error)
 
 
 def _entries(directory: Path, prefix: str = "") -> list[Path]:

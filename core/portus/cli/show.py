@@ -14,6 +14,7 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
 from portus.reach.format.arrays import ArrayShape
+from portus.reach.formats.safetensors import NamedTensor
 from portus.reach.index.log import read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
@@ -122,7 +123,7 @@ def _show_leaves(
 ) -> dict[str, Json]:
     """Show the contents of a version of a shelf, or of tables."""
     from portus.reach.leaving.export import batches_of  # and torch with it
-    from portus.reach.leaving.outline import FileOutline, OutlinedTensor, value_text
+    from portus.reach.leaving.outline import FileOutline, value_text
     from portus.reach.pools.restore import contents_of
 
     tensors, leaves = contents_of(reader, entry)
@@ -135,14 +136,14 @@ def _show_leaves(
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")
     output.line()
-    outlined: list[OutlinedTensor] = []
+    outlined: list[NamedTensor] = []
     others: list[tuple[str, str]] = []
     for name, value in leaves:
         if isinstance(value, ArrayShape):
-            outlined.append(OutlinedTensor(name, str(value.dtype), value.shape, value.size))
+            outlined.append(NamedTensor(name, str(value.dtype), value.shape, value.size))
         elif isinstance(value, TensorSpec):
             size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
-            outlined.append(OutlinedTensor(name, value.dtype, value.shape, size))
+            outlined.append(NamedTensor(name, value.dtype, value.shape, size))
         else:
             others.append((name, value_text(value)))
     outline = FileOutline(True, "", tuple(outlined), tuple(others))

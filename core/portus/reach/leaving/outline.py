@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from portus.engine.image.key_paths import storage_places
@@ -16,9 +14,10 @@ from portus.engine.image.torch_reader import TorchFile
 from portus.engine.loading.any_format import note_of, outline_file
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.torch_file import load_outline
 from portus.engine.state.walk import leaves
 from portus.errors import printable
-from portus.reach.formats.safetensors import DTYPES
+from portus.reach.formats.safetensors import DTYPES, NamedTensor
 from portus.reach.formats.safetensors_reader import SafetensorsFile
 
 _VALUE_MAX: Final = 60
@@ -26,24 +25,14 @@ _NAMES: Final = {code: name for name, code in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class OutlinedTensor:
-    """One tensor. ``dtype``: empty if the tensor's class was not loaded; then ``size`` is that of
-    its storage. ``size``: in bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class FileOutline:
-    """``note``: the note of a ``Checkpointer``, as text. ``others``: key paths and values that are
-    no tensors."""
+    """``note``: the note of a ``Checkpointer``, as text. ``tensors``: with torch's names of dtypes;
+    "" if the tensor's class was not loaded: then ``size`` is that of its storage. ``others``: key
+    paths and values that are no tensors."""
 
     has_digests: bool
     note: str
-    tensors: tuple[OutlinedTensor, ...]
+    tensors: tuple[NamedTensor, ...]
     others: tuple[tuple[str, str], ...]
 
 
@@ -63,27 +52,22 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         return FileOutline(
             has_digests=found.digests is not None,
             note=found.note or "",
-            tensors=tuple(
-                OutlinedTensor(e.name, _NAMES.get(e.dtype, e.dtype), e.shape, e.size)
-                for e in found.tensors
-            ),
+            tensors=tuple(replace(e, dtype=_NAMES.get(e.dtype, e.dtype)) for e in found.tensors),
             others=tuple((key, value_text(value)) for key, value in found.metadata.items()),
         )
     assert isinstance(found, TorchFile)
     note = note_of(file, where)
     try:
-        state = torch.load(
-            io.BufferedReader(_HollowFile(file, found)), map_location="meta", weights_only=True
-        )
+        state = load_outline(file, found, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]
-        tensors = [OutlinedTensor(e.pattern_path, "", (), lengths[e.storage]) for e in places]
+        tensors = [NamedTensor(e.pattern_path, "", (), lengths[e.storage]) for e in places]
         values: list[tuple[str, Any]] = []
     else:
         values = leaves(state)
         tensors = [
-            OutlinedTensor(
+            NamedTensor(
                 name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
             )
             for name, value in values
@@ -99,37 +83,6 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
             if not isinstance(value, torch.Tensor)
         ),
     )
-
-
-class _HollowFile(io.RawIOBase):
-    """A file object without the bytes of storages: it leaves memory for them unchanged."""
-
-    def __init__(self, file: OpenFile, found: TorchFile) -> None:
-        self._file: Final = file
-        order = np.argsort(found.offset, kind="stable")
-        self._starts: Final = found.offset[order]
-        self._ends: Final = self._starts + found.length[order]
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._file.size}[whence]
-        self._position = max(0, base + offset)
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        view = memoryview(target).cast("B")[: max(0, self._file.size - self._position)]
-        end = self._position + len(view)
-        last = int(np.searchsorted(self._starts, self._position, "right")) - 1
-        if view and (last < 0 or end > self._ends[last]):
-            self._file.load(self._position, view)
-        self._position = end
-        return len(view)
 
 
 def value_text(value: object) -> str:
