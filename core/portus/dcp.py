@@ -6,16 +6,11 @@
 
 from __future__ import annotations
 
-from portus.reach.dcp.directory_reader import PortusStorageReader as PortusStorageReader
-from portus.reach.dcp.directory_writer import PortusStorageWriter as PortusStorageWriter
-from portus.reach.dcp.rank_files import FilesOfRank as FilesOfRank
-from portus.reach.dcp.rank_files import LatestFile as LatestFile
-from portus.reach.dcp.rank_files import RankFiles as RankFiles
-from portus.reach.dcp.whole_calls import async_save as async_save
-from portus.reach.dcp.whole_calls import load as load
-from portus.reach.dcp.whole_calls import load_newest as load_newest
-from portus.reach.dcp.whole_calls import save as save
-from portus.reach.shards.directories import has_digests as has_digests
+from portus.reach.dcp.directory_reader import PortusStorageReader
+from portus.reach.dcp.directory_writer import PortusStorageWriter
+from portus.reach.dcp.rank_files import FilesOfRank, LatestFile, RankFiles
+from portus.reach.dcp.whole_calls import async_save, load, load_newest, save
+from portus.reach.shards.directories import has_digests
 
 __all__ = [
     "FilesOfRank",

@@ -109,32 +109,25 @@ def command(
     path = files.find_files(target, pool)
     if os.path.isdir(target) and _has_pointers(target):
         path = target
-    if path is None:
-        with open_places(pool, target) as places:
-            found = newest(places.select())
-            title = found.name
-            about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
-            with found.open() as opened, _explain(options, title):
-                write_version = _write_files if opened.files else _write_contents
-                done = write_version(opened, title, options)
-    else:
-        title, about = path, {"file": os.path.abspath(path)}
-        write = _write_directory if os.path.isdir(path) else _write_file
-        with _explain(options, title):
-            done = write(path, options)
+    title = target
+    try:
+        if path is None:
+            with open_places(pool, target) as places:
+                found = newest(places.select())
+                title = found.name
+                about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
+                with found.open() as opened:
+                    write_version = _write_files if opened.files else _write_contents
+                    done = write_version(opened, title, options)
+        else:
+            about = {"file": os.path.abspath(path)}
+            done = (_write_directory if os.path.isdir(path) else _write_file)(path, options)
+    except CorruptionError as error:
+        text = f"{title} was not exported, {out} is as it was: {error}"
+        raise CorruptionError(text) from error
     below = [os.path.join(at, name) for at, _, names_at in os.walk(out) for name in names_at]
     done.size = sum(map(os.path.getsize, below or [out]))
     _show(title, about, done, options, output)
-
-
-@contextlib.contextmanager
-def _explain(options: ExportOptions, title: str) -> Iterator[None]:
-    try:
-        yield
-    except CorruptionError as error:
-        raise CorruptionError(
-            f"{title} was not exported, {options.out} is as it was: {error}"
-        ) from error
 
 
 def size_of(text: str) -> int:

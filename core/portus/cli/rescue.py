@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
 
 from portus.cli import words
 from portus.cli.options import Text, argument, flag, option
 from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import version_document
 from portus.engine.media.base import Medium
-from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.index.check import Severity, check
 from portus.reach.index.check_catalogue import load
@@ -20,25 +18,16 @@ from portus.reach.index.place import Place, local_path
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.rebuild import choose, chunks_of, rebuild
-from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
+from portus.reach.index.rescue import RecoverableVersion, find_versions
+from portus.reach.index.rescue import is_whole as is_version_whole
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 
 _FILES = LocalFiles()
 
 
-@dataclass(frozen=True, slots=True)
-class _FoundVersion:
-    """A version that was found. ``listed``: a root reaches it."""
-
-    found: RecoverableVersion
-    whole: bool
-    listed: bool
-
-    @property
-    def info(self) -> VersionInfo:
-        """The version, by its record."""
-        return self.found.record.info
+_Seen = list[tuple[RecoverableVersion, bool, bool]]
+"""The versions that were found; whether each is whole, and whether a root reaches it."""
 
 
 def command(
@@ -61,13 +50,13 @@ def command(
     made: str | None = None
     with contextlib.closing(_FILES.open(path, writable=False)) as medium:
         seen = _look(path, medium)
-        whole = [each.found for each in seen if each.whole]
+        whole = [found for found, is_whole, _ in seen if is_whole]
         _show(path, seen, output)
         if into is not None:
             made = _into(path, medium, _some(path, medium, whole), into)
     if in_place:
         made = _in_place(path)
-    if not whole or any(each.listed and not each.whole for each in seen):
+    if not whole or any(listed and not is_whole for _, is_whole, listed in seen):
         output.code = FOUND
     if made is not None:
         wrong = [each for each in check(made) if each.severity is Severity.ERROR]
@@ -76,7 +65,8 @@ def command(
         output.line(f"{made}: {'DAMAGED' if wrong else 'a healthy pool'}")
         output.code = FOUND if wrong else 0
     versions: list[Json] = [
-        {**version_document(each.info), "whole": each.whole, "listed": each.listed} for each in seen
+        {**version_document(found.record.info), "whole": is_whole, "listed": listed}
+        for found, is_whole, listed in seen
     ]
     output.document({"path": path, "versions": versions, "made": made})
 
@@ -96,28 +86,28 @@ def _file(place: str) -> str:
     return files[0]
 
 
-def _look(path: str, medium: Medium) -> list[_FoundVersion]:
+def _look(path: str, medium: Medium) -> _Seen:
     listed: set[bytes] = set()
     with contextlib.suppress(PortusError), contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
         catalogue = PoolReader(medium, locks).catalogue()
         listed = {entry.info.token for entry in catalogue.entries()}
-    found = find_versions(medium)
     return [
-        _FoundVersion(each, is_whole(medium, each.record), each.record.info.token in listed)
-        for each in found
+        (each, is_version_whole(medium, each.record), each.record.info.token in listed)
+        for each in find_versions(medium)
     ]
 
 
-def _show(path: str, seen: list[_FoundVersion], output: Output) -> None:
+def _show(path: str, seen: _Seen, output: Output) -> None:
     rows: list[Row] = []
-    for each in seen:
-        info, whole = each.info, "whole" if each.whole else "damaged"
+    for found, is_whole, listed in seen:
+        info = found.record.info
         moment, size = words.moment(info.time_ns), words.size(info.size)
-        rows.append((info.model, info.step, moment, size, whole, "yes" if each.listed else "no"))
+        state = "whole" if is_whole else "damaged", "yes" if listed else "no"
+        rows.append((info.model, info.step, moment, size, *state))
     if rows:
         output.table(("model", ">step", "saved", ">size", "bytes", "listed"), rows)
-    count = sum(each.whole for each in seen)
+    count = sum(is_whole for _, is_whole, _ in seen)
     output.line(f"{path}: {words.count(len(seen), 'version')} found, {count} whole")
 
 
@@ -155,6 +145,6 @@ def _in_place(path: str) -> str:
             PoolWriter(medium, locks)
         except CorruptionError:
             # Searched again: it may have been repaired, and saved to, before we had the lock.
-            whole = [each.found for each in _look(path, medium) if each.whole]
+            whole = [found for found, is_whole, _ in _look(path, medium) if is_whole]
             rebuild(medium, _some(path, medium, whole))
     return path
