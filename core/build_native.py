@@ -41,7 +41,11 @@ class NativeHelperHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             return  # it lies in the tree, where it is looked for
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform_tag()}"
+        from packaging.tags import platform_tags
+
+        # Not a "manylinux": what was compiled here may need the C library of this machine.
+        tag = next(each for each in platform_tags() if each.startswith("linux_"))
+        build_data["tag"] = f"py3-none-{tag}"
         build_data["force_include"][str(TARGET)] = "portus/engine/copying/_native.so"
 
 
@@ -49,7 +53,8 @@ def compile_helper(source: Path, target: Path) -> str:
     """Compile ``source``, and put it in its place at once. Returns why not; empty if it worked."""
     if not sys.platform.startswith("linux"):
         return f"it is made for Linux, and this is {sys.platform}"
-    compiler = _compiler()
+    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
+    compiler = os.environ.get("CC", "").split() or found.split()
     if not compiler:
         return "found no C compiler (CC, cc, gcc, clang)"
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -70,19 +75,6 @@ def compile_helper(source: Path, target: Path) -> str:
     finally:
         unfinished.unlink(missing_ok=True)
     return ""
-
-
-def _compiler() -> list[str]:
-    chosen = os.environ.get("CC", "").split()
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "")
-    return chosen or [name for name in [found] if name]
-
-
-def _platform_tag() -> str:
-    from packaging.tags import platform_tags
-
-    # Not a "manylinux": what was compiled here may need the C library of this machine.
-    return next(tag for tag in platform_tags() if tag.startswith("linux_"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, fl
 from portus.cli.output import Json, Output, counter
 from portus.cli.pools import open_places, version_document
 from portus.engine.directory.folder import FOLDER
-from portus.errors import CorruptionError, MediumError, UsageError
+from portus.errors import CorruptionError, UsageError
 from portus.reach.files.reference import read as pointer_at
 from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import SUFFIX
@@ -26,6 +26,7 @@ from portus.reach.index.place import local_path
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.leaving.export_result import WrittenExport
+from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import OpenCheckpoint
 from portus.reach.places.opening import newest
 from portus.reach.places.version import OpenVersion, open_version
@@ -208,10 +209,7 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
 
 def _has_pointers(directory: str) -> bool:
     """Return whether there are pointers in a directory, not below. Raises ``MediumError``."""
-    try:
-        paths = [os.path.join(directory, name) for name in os.listdir(directory)]
-    except OSError as error:
-        raise MediumError(error.errno, f"{directory}: {error.strerror}") from error
+    paths = [os.path.join(directory, name) for name in LocalFiles().entries(directory)]
     return any(pointer_at(path) is not None for path in paths)
 
 

@@ -103,10 +103,25 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
     if not os.path.isdir(path) and keep is not None:
         raise UsageError(f"{path}: expected a directory for --keep, found a file")
     place = DirectoryPlace.at(path)
-    paths = [path] if keep is None else _surplus(path, keep)
+    paths = [path]
+    if keep is not None:
+        from portus.engine.paths.step_files import StepFiles  # and torch with it
+
+        files = StepFiles(os.path.abspath(path))
+        if not files.versions():
+            raise UsageError(
+                f"{path}: expected the files of a Checkpointer, such as step-00000100.pt, found "
+                "none; other frameworks remove their checkpoints themselves"
+            )
+        paths = files.surplus(keep)
     found = [StoredFile(place.place, each) for each in paths]
-    for each in found if not force else ():
-        _check_unlinked(each.path)
+    for own in paths if not force else ():
+        with os.scandir(os.path.dirname(os.path.abspath(own))) as entries:
+            real = os.path.realpath(own)
+            links = [e for e in entries if e.is_symlink() and os.path.realpath(e.path) == real]
+        if links:
+            names = ", ".join(sorted(e.name for e in links))
+            raise UsageError(f"{own}: {names} points to it; --force removes it")
     documents: list[Json] = [file_document(each) for each in found]
     with place.removal(found) as act:
         act()
@@ -116,27 +131,6 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
         size = words.size(sum(each.info.size for each in found))
         output.line(f"{words.count(len(found), 'file')} removed, {size}")
     return documents
-
-
-def _surplus(directory: str, keep: Keep) -> list[str]:
-    """Return the files of a ``Checkpointer`` that ``keep`` does not keep."""
-    from portus.engine.paths.step_files import StepFiles  # and torch with it
-
-    files = StepFiles(os.path.abspath(directory))
-    if not files.versions():
-        raise UsageError(
-            f"{directory}: expected the files of a Checkpointer, such as step-00000100.pt, found "
-            "none; other frameworks remove their checkpoints themselves"
-        )
-    return files.surplus(keep)
-
-
-def _check_unlinked(path: str) -> None:
-    real = os.path.realpath(path)
-    with os.scandir(os.path.dirname(os.path.abspath(path))) as entries:
-        found = [e.name for e in entries if e.is_symlink() and os.path.realpath(e.path) == real]
-    if found:
-        raise UsageError(f"{path}: {', '.join(sorted(found))} points to it; --force removes it")
 
 
 def show(path: str, output: Output) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from portus.cli import words
 from portus.errors import MediumError, UsageError
-from portus.reach.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.media.names import hidden_name
 
 
@@ -39,22 +39,19 @@ def in_place(
     temporary = os.path.join(directory, hidden_name(name, f".{os.getpid()}.portus"))
     old = f"{temporary}.old"
     try:
-        if made is not None:
-            os.mkdir(temporary)
-        yield temporary
-        below = [os.path.join(at, n) for at, d, f in os.walk(temporary) for n in (*d, *f)]
-        _sync(*below, temporary)
-        if there and made is not None:
-            # A rename cannot replace a directory with files in it. So `out` is absent for a
-            # moment, and `finally` restores the old one if this ends here.
-            os.rename(target, old)
-        os.replace(temporary, target)
-        # The rename is durable only after this; the old directory is removed later.
-        _sync(directory)
-    except MediumError:
-        raise
-    except OSError as error:
-        raise MediumError(error.errno, f"cannot write {out}: {error.strerror}") from error
+        with naming_call("write", out):
+            if made is not None:
+                os.mkdir(temporary)
+            yield temporary
+            below = [os.path.join(at, n) for at, d, f in os.walk(temporary) for n in (*d, *f)]
+            _sync(*below, temporary)
+            if there and made is not None:
+                # A rename cannot replace a directory with files in it. So `out` is absent for a
+                # moment, and `finally` restores the old one if this ends here.
+                os.rename(target, old)
+            os.replace(temporary, target)
+            # The rename is durable only after this; the old directory is removed later.
+            _sync(directory)
     finally:
         if os.path.isdir(old) and not os.path.lexists(target):
             os.rename(old, target)

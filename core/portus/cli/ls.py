@@ -14,7 +14,7 @@ from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
-from portus.reach.places.base import OpenPlace, StoredCheckpoint, Usage
+from portus.reach.places.base import OpenPlace, StoredCheckpoint
 
 NEWEST: Final = 10
 """Versions of a model to list, unless the user asks for all."""
@@ -62,10 +62,6 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
     }
     if is_next:
         output.line()
-    about: dict[str, Json] = {}
-    if usage is not None:
-        names = ("size", "uuid", "on_disk", "kept", "reclaimable", "free")
-        about = {**fields(usage, *names), "failure": usage.failure or None}
     by_model: dict[str, list[StoredCheckpoint]] = {}
     for each in found:
         by_model.setdefault(each.info.model, []).append(each)
@@ -81,13 +77,27 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
             "versions": [
                 {**version_document(each.info), **table_document(table)} for each, table in tables
             ],
-            "files": [_file_document(each) for each in paths],
+            "files": [
+                {
+                    "path": each.path,
+                    **fields(each.info, "size", "step", "time_ns"),
+                    "link": each.leads_to or None,
+                    **each.details,
+                }
+                for each in paths
+            ],
             **place.details(model),
         }
     sizes = [each.info.size for each in found if not each.path]
     title = f"{place.place}: {words.count(len(sizes), 'version')}"
+    about: dict[str, Json] = {}
     if usage is not None:
-        output.line(f"{title}, {_usage_text(usage)}")
+        names = ("size", "on_disk", "kept", "reclaimable", "free")
+        about = {**fields(usage, *names, "uuid"), "failure": usage.failure or None}
+        size, on_disk, kept, back, free = (words.size(getattr(usage, name)) for name in names)
+        holes = f", {on_disk} on disk" if 0 < usage.on_disk < usage.size else ""
+        text = f"file of {size}{holes}: kept {kept}, reclaimable {back}, free {free}"
+        output.line(f"{title}, {text}")
     elif sizes or not filed:
         output.line(f"{title}, {words.size(sum(sizes))} or less")
     if versions:
@@ -100,14 +110,6 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
         output.line(f"the last save that failed: {usage.failure}")
     listed: list[Json] = [{"name": model, **own} for model, own in sorted(models.items())]
     return {"path": place.place.path, "models": listed, **about}
-
-
-def _usage_text(usage: Usage) -> str:
-    holes = f", {words.size(usage.on_disk)} on disk" if 0 < usage.on_disk < usage.size else ""
-    return (
-        f"file of {words.size(usage.size)}{holes}: kept {words.size(usage.kept)}, reclaimable "
-        f"{words.size(usage.reclaimable)}, free {words.size(usage.free)}"
-    )
 
 
 def _show_runs(place: Place, output: Output) -> list[Json]:
@@ -152,8 +154,3 @@ def _file_row(file: StoredCheckpoint) -> Row:
     if file.leads_to:
         return info.model, file.path, None, "", f"points to {file.leads_to}"
     return info.model, file.path, info.step, words.age(info.time_ns), words.size(info.size)
-
-
-def _file_document(file: StoredCheckpoint) -> Json:
-    own = {"path": file.path, **fields(file.info, "size", "step", "time_ns")}
-    return {**own, "link": file.leads_to or None, **file.details}

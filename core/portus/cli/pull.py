@@ -47,7 +47,8 @@ def command(
     with Mirrors(address) as mirrors:
         models = mirrors.models()
         if model is not None:  # or its ranks
-            models = [model] if mirrors.has(model) else _ranks(models, model)
+            ranks = [each for each in models if each.startswith(f"{model}/rank-")]
+            models = [model] if mirrors.has(model) else ranks
         if not models:
             raise UsageError(f"{address}: there is no mirror")
         if len({place.pool_of(each) for each in models}) < len(models):
@@ -73,10 +74,6 @@ def _address_and_model(url: str) -> tuple[StoreAddress, str | None]:
     if found.step is not None:
         raise UsageError(f"{url}: a pull takes all versions of a model; {_HOW}")
     return found.address, found.model
-
-
-def _ranks(models: list[str], model: str) -> list[str]:
-    return [each for each in models if each.startswith(f"{model}/rank-")]
 
 
 def _pull_files(address: StoreAddress, model: str, root: str, output: Output) -> Json:

@@ -80,9 +80,8 @@ def page(seen: JournaledRun, made: dict[str, Json]) -> str:
         "these take without saves</p>",
         f"<dl>{facts}</dl>",
         _section("Where the time went", _where(its)),
-        _chart_section(course_chart(its), its),
-        f'<div class="pair">{_chart_section(saves_chart(its), its)}'
-        f"{_chart_section(steps_chart(its), its)}</div>",
+        _chart(course_chart(its), its),
+        f'<div class="pair">{_chart(saves_chart(its), its)}{_chart(steps_chart(its), its)}</div>',
     ]
     if its.restarts:
         heads = ("", "at", "resumed from", "lost", "", "nothing ran for")
@@ -106,10 +105,6 @@ def _section(title: str, content: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
 
 
-def _chart_section(chart: Chart, its: Account) -> str:
-    return _section(chart.title, _chart(chart, its))
-
-
 def _where(its: Account) -> str:
     whole = its.wall_s or 1.0
     bars = "".join(
@@ -123,10 +118,10 @@ def _where(its: Account) -> str:
 
 
 def _chart(chart: Chart, its: Account) -> str:
-    """Return lines in a frame, with the ends and the middle of both axes in words."""
+    """Return a section: lines in a frame, with the ends and the middle of both axes in words."""
     note = f'<p class="soft">{html.escape(chart.note)}</p>' if chart.note else ""
     if not chart.lines:
-        return note
+        return _section(chart.title, note)
     end = max(its.wall_s, 1e-9)
     top = max([*(value for line in chart.lines for _, value in line.points), 1e-9])
     marks = "".join(_polyline(line, end, top) for line in chart.lines)
@@ -134,11 +129,12 @@ def _chart(chart: Chart, its: Account) -> str:
     along = "".join(
         f"<span>{html.escape(words.seconds(end * n / 2) if n else '0')}</span>" for n in range(3)
     )
-    return (
+    return _section(
+        chart.title,
         f'<div class="plot"><div class="axis up">{up}</div>'
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none">{marks}</svg>'
         f'<div></div><div class="axis">{along}</div></div>'
-        f"{_key(chart.key.items())}{note}"
+        f"{_key(chart.key.items())}{note}",
     )
 
 

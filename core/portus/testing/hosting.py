@@ -64,8 +64,5 @@ def serving(
 
 def url(server: Server, tenant: str = "") -> str:
     """Return the URL of the first listener of ``server``."""
-    address = server.listeners[0].address
-    who = f"{tenant}@" if tenant else ""
-    if address.scheme is Scheme.UNIX:
-        return f"portus+unix://{who}{address.path}"
-    return f"portus://{who}127.0.0.1:{server.listeners[0].port}"
+    found = server.listeners[0].public_address
+    return found.replace("://", f"://{tenant}@", 1) if tenant else found

@@ -220,14 +220,11 @@ class Child:
 
 def _tree(pid: int) -> list[int]:
     """Return a process and its descendants, except those whose parents have ended."""
-    parents: dict[int, int] = {}
-    for each in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            state = Path("/proc", each, "stat").read_text().rpartition(")")[2].split()
-            parents[int(each)] = int(state[1])
     found = [pid]
     for parent in found:  # grows meanwhile
-        found += [each for each, its in parents.items() if its == parent]
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, path.read_text().split())
     return found
 
 
