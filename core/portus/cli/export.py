@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Final
 
 from portus.cli import files, words
@@ -25,53 +25,15 @@ from portus.reach.formats.safetensors import SUFFIX
 from portus.reach.index.place import local_path
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
-from portus.reach.leaving.export_result import WrittenExport
+from portus.reach.leaving.options import TORCH_SUFFIXES, ExportOptions, WrittenExport
 from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import OpenCheckpoint
 from portus.reach.places.opening import newest
 from portus.reach.places.version import OpenVersion, open_version
 from portus.reach.pools.resolve import use_reference
 
-TORCH_SUFFIXES: Final = (".pt", ".pth", ".ckpt")
-
 _NAMED_MAX: Final = 5
 """Names that a message lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """Options of an export. ``file``: the one to take of a version of several files. ``names``:
-    shell patterns of key paths; none means all. ``strip``: removed from the beginning of names, in
-    safetensors only. ``force``: replace what is at ``out``. ``limit``: bytes of the tensors of a
-    file, if ``out`` is a directory of weights."""
-
-    out: str
-    file: str | None = None
-    names: Sequence[str] = ()
-    strip: str = ""
-    force: bool = False
-    limit: int = 5_000_000_000
-
-    @property
-    def is_directory(self) -> bool:
-        """True if ``out`` is a directory to make."""
-        is_named = not os.path.splitext(self.out.rstrip(os.sep))[1] or self.out.endswith(os.sep)
-        return is_named and self.file is None
-
-    @property
-    def is_torch(self) -> bool:
-        """True if ``out`` is a torch file to make, and no other kind."""
-        return not self.is_directory and self.suffix != SUFFIX
-
-    @property
-    def suffix(self) -> str:
-        """Return the suffix of ``out``, in lower case."""
-        return os.path.splitext(self.out)[1].lower()
-
-    def is_exact(self, name: str) -> bool:
-        """Return whether ``out`` is to be the file ``name`` of a version, byte for byte."""
-        is_same_kind = name.endswith(SUFFIX) == (self.suffix == SUFFIX)
-        return not (self.names or self.strip or self.is_directory) and is_same_kind
 
 
 def command(
@@ -252,15 +214,7 @@ def _convert(path: str, title: str, options: ExportOptions, out: str) -> Written
     from portus.reach.leaving.export import write_file  # and torch with it
 
     try:
-        return write_file(
-            path,
-            out,
-            names=options.names,
-            strip=options.strip,
-            is_torch=options.is_torch,
-            limit=options.limit if options.is_directory else None,
-            only_weights=options.is_directory and not options.names and not options.strip,
-        )
+        return write_file(path, out, options)
     except (UsageError, CorruptionError) as error:
         # ``path`` may be a temporary copy, which a user does not know.
         raise type(error)(str(error).replace(path, title)) from error
@@ -281,15 +235,7 @@ def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) 
         open(out, "wb") as file,
         counter(os.path.basename(options.out), info.size) as add,
     ):
-        return write_version(
-            opened.reader,
-            opened.entry,
-            file,
-            names=options.names,
-            strip=options.strip,
-            is_torch=options.is_torch,
-            advance=add,
-        )
+        return write_version(opened.reader, opened.entry, file, options, add)
 
 
 def _show(

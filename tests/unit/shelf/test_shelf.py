@@ -30,6 +30,7 @@ from portus.reach.index.check import check
 from portus.reach.index.directory import open_reader
 from portus.reach.index.log import LogWriter
 from portus.reach.leaving import export
+from portus.reach.leaving.options import ExportOptions
 
 RANDOM = np.random.default_rng(7)
 
@@ -827,7 +828,7 @@ def test_every_way_to_load_a_version_sees_what_the_log_says(tmp_path: Path) -> N
     with portus.Shelf(path, "r"), contextlib.closing(open_reader(str(path))) as reader:
         [entry] = reader.catalogue().entries()
         out = io.BytesIO()
-        export.write_version(reader, entry, out)
+        export.write_version(reader, entry, out, ExportOptions(out="a.pt"))
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
     data = out.getvalue()

@@ -36,7 +36,7 @@ from portus.reach.formats.safetensors import SUFFIX, safetensors_image
 from portus.reach.index.log import LogState
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.leaving.export_result import WrittenExport
+from portus.reach.leaving.options import ExportOptions, WrittenExport
 from portus.reach.pools.contents import read_units
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.restore import Outline, describe, outline_version
@@ -54,26 +54,17 @@ Units = Iterator[memoryview]
 """The bytes of a tensor, or of a storage, by units; each is valid until the next."""
 
 
-def write_file(
-    path: str,
-    out: str,
-    *,
-    names: Sequence[str],
-    strip: str,
-    is_torch: bool,
-    limit: int | None,
-    only_weights: bool,
-) -> WrittenExport:
-    """Write the values of the checkpoint file at ``path`` that ``names`` select to ``out``.
+def write_file(path: str, out: str, options: ExportOptions) -> WrittenExport:
+    """Write the values of the checkpoint file at ``path`` to ``out``, where what becomes
+    ``options.out`` is made.
 
-    names: shell patterns of key paths; none means all. strip: removed from the beginning of names.
-    limit: the most bytes of a file in the directory ``out``; None: ``out`` is a file. only_weights:
-    omit other tensors, and give weights their names in a model. Protected tables are read from
-    their own pool. Verifies the file, and runs no code that it names. Raises ``UsageError`` for
-    objects of other classes than ``weights_only`` allows, ``CorruptionError``, ``MediumError``.
+    A directory gets tensors alone, and unless some are chosen only weights, by their names in a
+    model. Protected tables are read from their own pool. Verifies the file, and runs no code that
+    it names. Raises ``UsageError`` for objects of other classes than ``weights_only`` allows,
+    ``CorruptionError``, ``MediumError``.
     """
     try:
-        state = load_file(path, list(names) or None, map_location="cpu", weights_only=True)
+        state = load_file(path, list(options.names) or None, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise UsageError(
@@ -85,23 +76,23 @@ def write_file(
     found = leaves(state)
     tensors = {name: value for name, value in found if isinstance(value, torch.Tensor)}
     done = WrittenExport()
-    if only_weights:
+    if options.is_directory and not options.names and not options.strip:
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in tensors)), "")
         done.no_weights = [name for name in tensors if not name.startswith(prefix)]
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     if not tensors:
         raise UsageError(f"{printable(path)} has no tensor of such a name; portus show lists them")
     done.tensors = len(tensors)
-    if is_torch:
+    if options.is_torch:
         torch.save(state, out)
         return done
     done.left_out = [name for name, value in found if not isinstance(value, torch.Tensor)]
     done.shared = _shared_names(tensors)
-    tensors = _shorten(tensors, strip)
-    if limit is None:
-        _save(out, tensors)
+    tensors = _shorten(tensors, options.strip)
+    if options.is_directory:
+        _save_parts(out, tensors, options.limit)
     else:
-        _save_parts(out, tensors, limit)
+        _save(out, tensors)
     return done
 
 
@@ -109,25 +100,21 @@ def write_version(
     pool: PoolReader,
     entry: VersionEntry,
     target: BinaryIO,
-    *,
-    names: Sequence[str] = (),
-    strip: str = "",
-    is_torch: bool = True,
+    options: ExportOptions,
     advance: Callable[[int], None] = lambda size: None,
 ) -> WrittenExport:
     """Write the state of a version of a shelf or of tables as ``torch.save`` does, or its tensors
-    as safetensors, to ``target``, which is empty and can be sought in.
-
-    names, strip: as of ``write_file``. advance: takes the bytes of each piece.
+    as safetensors, to ``target``, which is empty and can be sought in. advance: takes the bytes of
+    each piece.
 
     Raises ``CorruptionError`` and ``MediumError``, after it may have written; ``StaleError``; and
     ``UsageError`` for what such a file cannot hold, before it writes.
     """
-    keep = matcher(list(names) or None)
-    with outline_version(pool, entry, keep if is_torch else None) as outline:
+    keep = matcher(list(options.names) or None)
+    with outline_version(pool, entry, keep if options.is_torch else None) as outline:
         batches = batches_of(pool, outline.record, outline.logged, outline.tensors)
         done = WrittenExport(batches=batches)
-        if is_torch:
+        if options.is_torch:
             found = pickle_state(outline.state)
             if keep is not None:
                 keep.complain(describe(entry.info))
@@ -155,7 +142,7 @@ def write_version(
             )
         done.tensors, done.shared = len(tensors), _shared_names(tensors)
         about = {"model": info.model, "step": info.step, "token": info.token.hex()}
-        tensors = _shorten(tensors, strip)
+        tensors = _shorten(tensors, options.strip)
         units = {name: _read_tensor(pool, outline, each) for name, each in tensors.items()}
         image, sorted_units = _lay_out(tensors, units, portus=json.dumps(about))
         _write(image, sorted_units, target, advance)
