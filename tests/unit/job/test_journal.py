@@ -354,9 +354,11 @@ def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     sys.setprofile(note)
     try:
         for _ in range(200):
+            journal._clock.before_step(run.optimizer)
             journal.after_step(run.optimizer)
     finally:
         sys.setprofile(None)
         gc.enable()
-    ours = {name for name in called if not name.startswith(("builtins.", "sys."))}
-    assert ours == {"time.clock_gettime_ns"}
+    ours = {name for name in called if not name.startswith(("builtins.", "msgspec.", "sys."))}
+    assert "zlib.crc32" in ours  # of the line in the page
+    assert ours <= {"time.clock_gettime_ns", "time.perf_counter", "zlib.crc32", "math.fsum"}

@@ -3,37 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import pytest
 
-from portus.companions.journal import heartbeat
-from portus.companions.journal.heartbeat import ASKED, BEAT, HEAD
-from portus.companions.journal.lines import SaveRequested, SessionBegun
+from portus.companions.journal.lines import (
+    PLACES,
+    SaveRequested,
+    SessionBegun,
+    SessionEnded,
+    beat,
+    first_page,
+    read_beat,
+)
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 
 BEGUN = SessionBegun(session="5e", at_s=1.5, time_ns=1, boot="b", process=3)
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "report.md"
+
+
+def requested(number: int) -> SaveRequested:
+    return SaveRequested(token=f"{number:032x}", step=number, steps=1)
+
+
+def ended(step: int, *, saves: int = 0, at_s: float | None = None) -> SessionEnded:
+    asked = tuple(map(requested, range(max(1, saves - 3), saves + 1)))
+    at_s = float(step) if at_s is None else at_s
+    return SessionEnded(
+        session="5e", closed=False, steps=step, at_s=at_s, work_s=step / 2, asked=asked
+    )
 
 
 def beaten(steps: int) -> bytearray:
-    page = bytearray(heartbeat.page(BEGUN))
+    page = bytearray(first_page(BEGUN))
     for step in range(1, steps + 1):
-        heartbeat.beat(page, step, step * 1_000_000_000, step * 500_000_000)
+        beat(page, step, ended(step))
     return page
 
 
 def test_a_page_of_this_format_has_these_bytes_for_ever() -> None:
     page = beaten(3)
-    heartbeat.ask(page, 5, SaveRequested(token="0123456789abcdef" * 2, step=-4, steps=2))
-    digest = "06265abd8eac782414fcb5a0d4fba7350cb7491b499fc66473fc3225e161fe1b"
+    last = ended(3, saves=5, at_s=3.25)
+    beat(page, 4, last)
+    digest = "241bfa9f760eb0958d52c5910ed0cb326f93854bac74853f9bdbc50cb28fa9f0"
     assert hashlib.sha256(page).hexdigest() == digest
-    begun, ended = heartbeat.read(bytes(page), "p")
-    assert begun == BEGUN
-    assert (ended.steps, ended.at_s, ended.work_s) == (3, 3.0, 1.5)
-    assert ended.asked == (SaveRequested(token="0123456789abcdef" * 2, step=-4, steps=2),)
-    assert not ended.closed
+    assert read_beat(bytes(page), "p") == (BEGUN, last)
 
 
 def test_a_page_that_was_cut_off_in_a_store_says_the_step_before_or_after() -> None:
@@ -44,51 +57,43 @@ def test_a_page_that_was_cut_off_in_a_store_says_the_step_before_or_after() -> N
             torn = bytearray(before)
             for position in changed[:stored]:
                 torn[position] = after[position]
-            found = heartbeat.read(bytes(torn), "p")[1].steps
+            found = read_beat(bytes(torn), "p")[1].steps
             assert found == (steps + 1 if stored == len(changed) else steps)
 
 
 def test_a_save_that_was_cut_off_in_its_store_is_none() -> None:
     before = beaten(1)
     for number in range(1, 6):
-        heartbeat.ask(before, number, SaveRequested(token=f"{number:032x}", step=number, steps=1))
+        beat(before, number + 1, ended(1, saves=number, at_s=1 + number / 8))
     after = bytearray(before)
-    heartbeat.ask(after, 6, SaveRequested(token=f"{6:032x}", step=6, steps=1))
+    beat(after, 7, ended(1, saves=6, at_s=1.75))
     changed = [n for n in range(PAGE) if before[n] != after[n]]
-    for stored in range(len(changed)):
+    for stored in range(len(changed) + 1):
         torn = bytearray(before)
         for position in changed[:stored]:
             torn[position] = after[position]
-        found = [each.step for each in heartbeat.read(bytes(torn), "p")[1].asked]
-        assert found == ([2, 3, 4, 5] if not stored else [3, 4, 5])
+        found = [each.step for each in read_beat(bytes(torn), "p")[1].asked]
+        assert found == ([3, 4, 5, 6] if stored == len(changed) else [2, 3, 4, 5])
 
 
 def test_every_damaged_byte_of_a_page_is_an_error_or_an_older_step() -> None:
     page = beaten(9)
-    for position in range(heartbeat.LINE + 300):
+    for position in (*range(300), *(p for place in PLACES for p in range(place, place + 300))):
         broken = bytearray(page)
         broken[position] ^= 0x41
         try:
-            _, ended = heartbeat.read(bytes(broken), "p")
+            _, found = read_beat(bytes(broken), "p")
         except (CorruptionError, UsageError):
             continue
-        assert ended.steps in (8, 9)
+        assert found.steps in (8, 9)
 
 
-@pytest.mark.parametrize("data", [b"", b"\0" * PAGE, b"PORTUS HEARTBEAT", b"x" * (PAGE + 1)])
+@pytest.mark.parametrize("data", [b"", b"\0" * PAGE, beaten(2)[:-1], bytes(beaten(2)) + b"\n"])
 def test_what_is_no_page_is_said_to_be_none(data: bytes) -> None:
-    with pytest.raises(CorruptionError, match="expected a heartbeat"):
-        heartbeat.read(data, "p")
+    with pytest.raises(CorruptionError, match=r"expected a (heartbeat|journal)"):
+        read_beat(bytes(data), "p")
 
 
-def test_a_newer_page_is_refused() -> None:
-    page = beaten(1)
-    page[16] = 2
-    with pytest.raises(UsageError, match=r"format 2, and this Portus knows 1.*Upgrade"):
-        heartbeat.read(bytes(page), "p")
-
-
-def test_the_document_holds_the_tables() -> None:
-    text = DOCUMENT.read_text()
-    for record in (HEAD, BEAT, ASKED):
-        assert record.table() in text
+def test_a_session_that_did_no_step_ends_when_it_began() -> None:
+    found = SessionEnded(session="5e", closed=False, steps=0, at_s=1.5)
+    assert read_beat(first_page(BEGUN), "p") == (BEGUN, found)

@@ -3,7 +3,7 @@
 A directory ``<pool>.journal`` has one file of lines for each model
 (``portus.companions.journal.lines``), and one page for each session that runs, or was killed: its
 heartbeat. A session begins with its first step. The worker of its ``Checkpointer`` makes its page
-and adds its lines, so training only stores three numbers into the page after each step. Nothing is
+and adds its lines, so training only stores one line into the page after each step. Nothing is
 synced: all of it survives a kill, but after a power cut the newest lines may be missing.
 
 It is beside the pool, since a record in the pool would cost a commit, and be lost with the pool.
@@ -32,20 +32,23 @@ from torch.optim.optimizer import Optimizer
 
 from portus.companions.cadence.bound import Decision
 from portus.companions.job.clock import FOREIGN, FOREIGN_S, Clock
-from portus.companions.journal import heartbeat
 from portus.companions.journal.lines import (
     FILE_MAX,
     FORMAT,
+    REQUESTED,
     TEXT_MAX,
     Failed,
     Head,
     IntervalDecided,
     Line,
     Saved,
+    SaveRequested,
     SessionBegun,
     SessionEnded,
+    beat,
     decode,
     encode,
+    first_page,
     shorten,
 )
 from portus.engine.fence import fence
@@ -113,7 +116,8 @@ class Journal(Companion, fence.Listener):
         self._typical_ns = 0
         """The recent duration of a step that no save touched; 0 if unknown."""
         self._is_touched = False
-        self._seen: set[int] = set()
+        self._requested: Final[deque[SaveRequested]] = deque(maxlen=REQUESTED)
+        self._beats = 0
         self._asked: dict[str, Saved] = {}
         """The lines of saves that have not ended, by token; ``file`` is still the whole path."""
         self._number = 0
@@ -133,12 +137,10 @@ class Journal(Companion, fence.Listener):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count the step, and write its duration."""
-        number = id(optimizer)
-        if number not in self._seen and self._seen:
-            self._seen.add(number)  # one of several that make a step together
-            return
-        self._seen = {number}
-        self._steps = steps = self._steps + 1
+        steps = self._clock.steps
+        if steps == self._steps:
+            return  # one of several that make a step together
+        self._steps = steps
         at_ns = now_ns()
         took_ns, self._last_ns = at_ns - (self._last_ns or self._at_ns), at_ns
         if not steps % _LOOK_AT or not self._typical_ns:
@@ -154,32 +156,45 @@ class Journal(Companion, fence.Listener):
         self._is_touched = False
         self._work_ns += took_ns
         self._begin()
-        page = self._page
-        if page is not None:
+        self._beat(at_ns)
+
+    def _beat(self, at_ns: int) -> None:
+        into = self._page
+        if into is not None:
+            self._beats += 1
             with contextlib.suppress(ValueError):  # closed meanwhile
-                heartbeat.beat(page, steps, at_ns, self._work_ns)
+                beat(into, self._beats, self._end(at_ns))
+
+    def _end(self, at_ns: int) -> SessionEnded:
+        return SessionEnded(
+            session=self._session,
+            closed=self._closed,
+            steps=self._steps,
+            at_s=at_ns / 1e9,
+            work_s=self._work_ns / 1e9,
+            asked=tuple(self._requested),
+        )
 
     def note_start(self, path: str, save: Save) -> None:
         self._take_costs()
         self._number += 1
         self._is_touched = True
-        asked_s = now_ns() / 1e9
+        at_ns = now_ns()
         asked = Saved(
             session=self._session,
             number=self._number,
             step=save.step,
             steps=self._steps,
-            asked_s=asked_s,
-            at_s=asked_s,
+            asked_s=at_ns / 1e9,
+            at_s=at_ns / 1e9,
             token=save.token.hex(),
             work_s=self._work_ns / 1e9,
             file=path,
         )
         self._asked[asked.token] = asked
-        page = self._page
-        if page is not None:
-            with contextlib.suppress(ValueError):
-                heartbeat.ask(page, self._number, asked)
+        token = asked.token
+        self._requested.append(SaveRequested(token=token, step=save.step, steps=self._steps))
+        self._beat(at_ns)
 
     def _take_costs(self) -> None:
         costs = self._clock.take()
@@ -269,14 +284,7 @@ class Journal(Companion, fence.Listener):
         if self._process != os.getpid():  # a forked child: the page is the parent's
             return
         if self._begun is not None and (self._is_told or self._steps):
-            ended = SessionEnded(
-                session=self._session,
-                closed=True,
-                steps=self._steps,
-                at_s=now_ns() / 1e9,
-                work_s=self._work_ns / 1e9,
-            )
-            self._write(*self._take_lines(), ended)
+            self._write(*self._take_lines(), self._end(now_ns()))
         if page is not None:
             page.close()
         if self._page_path:
@@ -364,17 +372,12 @@ class Journal(Companion, fence.Listener):
             raise
 
     def _make_page(self, begun: SessionBegun) -> None:
-        data = heartbeat.page(begun)
-        page, path = _map_new_file(self._path.removesuffix(LINES), self._session, data)
-        self._page_path = path
-        if page is None:
-            return
-        # The steps and saves so far, from before there was a directory for the page.
-        if self._steps:
-            heartbeat.beat(page, self._steps, self._last_ns, self._work_ns)
-        for each in list(self._asked.values()):
-            heartbeat.ask(page, each.number, each)
-        self._page = page
+        stem = self._path.removesuffix(LINES)
+        into, self._page_path = _map_new_file(stem, self._session, first_page(begun))
+        if into is not None and (self._steps or self._requested):
+            # The steps and saves so far, from before there was a directory for the page.
+            beat(into, self._beats, self._end(self._last_ns or self._at_ns))
+        self._page = into
 
     def _fold(self, known: set[str]) -> None:
         """Put the contents of killed sessions' pages into the journal, and remove these pages."""

@@ -8,18 +8,28 @@ before each session has the format; readers refuse a journal of a newer format.
 Moments ``at_s`` are seconds of the machine's clock since its boot, sleep included: that clock
 cannot be set. ``time_ns`` is the wall clock, read once for each session; it places sessions of
 different boots, and nothing else depends on it.
+
+A heartbeat is one page of such lines: a session's ``begun``, and its ``ended`` as of the last step,
+in two places in turn. The session writes it as it runs, whenever it is killed: the file is mapped,
+so the kernel keeps a store after the process is gone. A kill in the middle of a store leaves one
+place damaged, and the other one as it was a store before.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 FORMAT: Final = 1
 
@@ -28,6 +38,14 @@ LINE_MAX: Final = 4096
 
 TEXT_MAX: Final = 240
 """The characters of a name or a reason that are kept."""
+
+REQUESTED: Final = 4
+"""The newest requested saves that a heartbeat has."""
+
+PLACES: Final = 2048, 3072
+"""The bytes of a heartbeat at which it has its line ``ended``, in turn."""
+
+_PLACE: Final = struct.Struct(f"{PAGE // 4}s")
 
 FILE_MAX: Final = 1024
 """The most bytes of a file's path; a longer one is omitted."""
@@ -120,7 +138,7 @@ class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
 
 class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
     """The end of a session. ``closed``: the session closed the run; else it was killed, and the
-    rest is from its heartbeat: ``at_s`` is when its last step ended. ``steps``: done in all;
+    rest is from its heartbeat: ``at_s`` is the last sign of life. ``steps``: done in all;
     ``work_s``: their time without saves. ``asked``: the newest requested saves."""
 
     session: str
@@ -197,6 +215,31 @@ def decode(data: bytes, name: str) -> JournalContents:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
     lines = tuple(each for each in known if not isinstance(each, Head | _Kind))
     return JournalContents(heads[0], lines, damaged=len(found) - len(known))
+
+
+def first_page(begun: SessionBegun) -> bytes:
+    """Return the heartbeat of a session that has not done any step yet."""
+    return (encode(Head(format=FORMAT, model="")) + encode(begun)).ljust(PAGE, b"\n")
+
+
+def beat(into: Buffer, count: int, ended: SessionEnded) -> None:
+    """Write a session's end, if it were killed now, into its heartbeat. ``count``: of the writes to
+    this heartbeat."""
+    line = encode(ended).ljust(_PLACE.size, b"\n")
+    assert len(line) == _PLACE.size, f"{len(line)} bytes of a session's end"
+    _PLACE.pack_into(into, PLACES[count & 1], line)
+
+
+def read_beat(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
+    """Return the session that a heartbeat belongs to, and its end. ``name``: of the file, for
+    errors. Raises as ``decode``, and ``CorruptionError`` for other bytes."""
+    lines = decode(data, name).lines
+    begun = next((each for each in lines if isinstance(each, SessionBegun)), None)
+    if len(data) != PAGE or begun is None:
+        raise CorruptionError(f"{name}: expected a heartbeat, found something else")
+    none = SessionEnded(session=begun.session, closed=False, steps=0, at_s=begun.at_s)
+    ends = [none, *(each for each in lines if isinstance(each, SessionEnded))]
+    return begun, max(ends, key=lambda each: (each.steps, each.at_s))
 
 
 def _decode_line(line: bytes) -> Head | Line | _Kind | None:

@@ -18,7 +18,6 @@ import urllib.parse
 from dataclasses import dataclass
 from typing import Final
 
-from portus.companions.journal import heartbeat
 from portus.companions.journal.lines import (
     FORMAT,
     Head,
@@ -27,6 +26,7 @@ from portus.companions.journal.lines import (
     SessionBegun,
     SessionEnded,
     decode,
+    read_beat,
 )
 from portus.engine.spec import PAGE
 from portus.errors import MediumError, PortusError
@@ -130,7 +130,7 @@ def read_page(path: str) -> tuple[SessionBegun, SessionEnded] | None:
     """Return begin and end of a session by its heartbeat, or None if there is none."""
     try:
         with open(path, "rb") as file:
-            return heartbeat.read(file.read(PAGE + 1), path)
+            return read_beat(file.read(PAGE + 1), path)
     except (OSError, PortusError) as error:
         _log.debug("%s: no heartbeat: %s", path, error)
         return None
