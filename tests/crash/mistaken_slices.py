@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from portus.companions.embedding.fold import Slices, _cut
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.pieces import Slices, _cut
 from portus.companions.embedding.store import TableStore
 
 

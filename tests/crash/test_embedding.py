@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from portus.companions.embedding import fold, pieces, store
+from portus.companions.embedding import fold, store
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
@@ -92,7 +92,7 @@ def on_device_folding(plans: Plans, budgets: tuple[int, ...]) -> Searched:
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each table is a piece of a fold by itself, and so is the dense part."""
-    monkeypatch.setattr(pieces, "PIECE", DENSE_BYTES)
+    monkeypatch.setattr(fold, "PIECE", DENSE_BYTES)
 
 
 def on_device(plans: Plans, budgets: tuple[int, ...]) -> Searched:

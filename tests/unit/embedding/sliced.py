@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.companions.embedding.pieces import Slices
+from portus.companions.embedding.fold import Slices
 from portus.engine.copying.segments import Stop
 from tests.crash.embedded import Training
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import portus
-from portus.companions.embedding.fold import Fold
+from portus.companions.embedding.fold import Fold, Slices
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.pieces import Slices
 from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.store import MODEL
 from portus.embedding import Elsewhere, ProtectedTables, RowwiseAdagrad, fill, protect

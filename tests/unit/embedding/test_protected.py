@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import portus
-from portus.companions.embedding import early_lookup, pieces
+from portus.companions.embedding import fold, lookups
 from portus.companions.embedding.committer import Committer
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
@@ -200,7 +200,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
         if moment.batch == 1:
             order[:] = ["begun"]
 
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(fold, "PIECE", 1)
     monkeypatch.setattr(Fold, "go_on", slow)
     monkeypatch.setattr(TableStore, "commit", told)
     monkeypatch.setattr(TableStore, "is_behind", False)
@@ -224,7 +224,7 @@ def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
         missing.append(not self.image.is_whole)
         return version(self, *rest)
 
-    monkeypatch.setattr(pieces, "PIECE", 1)
+    monkeypatch.setattr(fold, "PIECE", 1)
     monkeypatch.setattr(Fold, "version", told)
     monkeypatch.setattr(TableStore, "has_more", False)
     with small.protect(path) as tables:
@@ -595,13 +595,13 @@ def test_a_lookup_that_is_made_early_and_made_good_is_close(
     optimizer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = looked_up(tmp_path / "plain.portus", optimizer, is_early=False)
-    used, sums = [], early_lookup._Lookup.sums
+    used, sums = [], lookups._Lookup.sums
 
-    def noted(self: early_lookup._Lookup) -> torch.Tensor:
+    def noted(self: lookups._Lookup) -> torch.Tensor:
         used.append(len(self.changes))
         return sums(self)
 
-    monkeypatch.setattr(early_lookup._Lookup, "sums", noted)
+    monkeypatch.setattr(lookups._Lookup, "sums", noted)
     found = looked_up(tmp_path / "early.portus", optimizer, is_early=True)
     # The first has no update before it; 5 and 6 were looked up before the table was written to.
     assert used == [0, 1, 1, 1, 1, 1, 1]

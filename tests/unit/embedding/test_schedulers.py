@@ -15,7 +15,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import portus
-from portus.companions.embedding.schedulers import settings_of
+from portus.companions.embedding.tables import settings_of
 from portus.embedding import ProtectedTables, protect
 from portus.engine.spec import PAGE
 from portus.errors import UsageError

@@ -23,16 +23,12 @@ import torch
 from torch.optim import Optimizer
 
 from portus.companions.embedding.capture import Moments
-from portus.companions.embedding.committer import Committer
-from portus.companions.embedding.early_lookup import EarlyLookups
+from portus.companions.embedding.committer import Committer, Marks
+from portus.companions.embedding.lookups import EarlyLookups, rows_ahead
 from portus.companions.embedding.mapping import MappedTables
-from portus.companions.embedding.marks import Marks
 from portus.companions.embedding.moment import Moment, RowsThere
-from portus.companions.embedding.next_rows import rows_ahead
-from portus.companions.embedding.schedulers import settings_of
 from portus.companions.embedding.store import TableStore
-from portus.companions.embedding.tables import Table
-from portus.companions.embedding.training import ProtectedTraining
+from portus.companions.embedding.tables import ProtectedTraining, Table, settings_of
 from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")

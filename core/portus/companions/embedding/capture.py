@@ -17,9 +17,7 @@ import torch
 
 from portus.companions.embedding.mapping import MappedTables
 from portus.companions.embedding.moment import NO_ROWS, Moment, Rows, RowsThere
-from portus.companions.embedding.schedulers import settings_of
-from portus.companions.embedding.tables import Table, copy_rows
-from portus.companions.embedding.training import ProtectedTraining
+from portus.companions.embedding.tables import ProtectedTraining, Table, copy_rows, settings_of
 from portus.engine.spec import TensorSpec
 from portus.engine.state.pickling import PickledState
 from portus.engine.state.walk import walk

@@ -1,35 +1,123 @@
-"""The folding of a log into a new version, piece by piece, while batches continue.
+"""Storages on their way into new extents, and the folding of a log into a new version, piece by
+piece, while batches continue.
 
-Theory. A fold is an image of all storages in new extents (``pieces``), and a new log. The image is
-copied from memory that training changes meanwhile. So a row in it may be of any batch since the
-fold began, or torn by an update that ran beside the copy. That does no harm: the new log gets an
-entry for each batch since then, with the rows that it changed, and image and entries together make
-the newest batch. So the version may be committed with the entry of a batch that ended after all was
-copied: an update that ran beside the last piece is in that entry. These entries count by their
-number, since they are not based on a commit of their own.
+Theory. Nothing reaches the new extents until all pieces are durable; then a version that has them
+is committed. So a crash before that, or storages that are given up, cost nothing but the work.
 
-Nothing reaches the pages of a fold before that commit, and until then each batch is also an entry
-of the old log. So a crash, or a fold that is given up, costs nothing but its work.
+A dense part that may be older than the tables enters the pool that way, with a slice in each batch.
+It was copied in memory when its batch ended. So training continues without changing it.
+
+A fold is such an image of all storages, and a new log. The image is copied from memory that
+training changes meanwhile. So a row in it may be of any batch since the fold began, or torn by an
+update that ran beside the copy. That does no harm: the new log gets an entry for each batch since
+then, with the rows that it changed, and image and entries together make the newest batch. So the
+version may be committed with the entry of a batch that ended after all was copied: an update that
+ran beside the last piece is in that entry. These entries count by their number, since they are not
+based on a commit of their own. Until then each batch is also an entry of the old log.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from portus.companions.embedding.moment import Column, Moment
-from portus.companions.embedding.pieces import Pieces
-from portus.engine.copying.segments import Stop
+from portus.engine.copying.local import copy
+from portus.engine.copying.segments import Digests, Source, Stop
+from portus.engine.format.checksum import UNIT
 from portus.engine.spec import Extent
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage, VersionLog
-from portus.reach.versions.parts import StorageRows, rows_of
+from portus.reach.versions.parts import StorageRows, part, rows_of
+
+PIECE: Final = UNIT
+"""Bytes to copy and persist together, and so the longest that a batch may have to wait for."""
+
+
+class Pieces:
+    """Storages that are written in pieces. One thread at a time."""
+
+    def __init__(
+        self, pool: PoolWriter, moment: Moment, indices: Column, piece: int | None = None
+    ) -> None:
+        """Reserve room for the storages ``indices`` of a moment. piece: the bytes of a piece, which
+        may be larger if it is of a single storage; None: ``PIECE``. Raises ``MediumError``; then
+        nothing is held."""
+        self._pool: Final = pool
+        self._alive: Final = moment.alive
+        self.indices: Final = indices
+        self._held: Final[list[list[Extent]]] = []
+        lengths = moment.length[indices].tolist()
+        try:
+            for length in lengths:
+                self._held.append(pool.reserve(length) if length else [])
+        except BaseException:
+            self.release()
+            raise
+        self.extents: Final = [
+            part(extents, 0, length) for extents, length in zip(self._held, lengths, strict=True)
+        ]
+        """The new extents of each storage."""
+        cut = _cut(moment.address[indices].tolist(), lengths, self.extents, piece or PIECE)
+        self._pieces: Final = list(cut)
+        self._digests: Final[list[Digests]] = []
+        self.size: Final = int(sum(lengths))
+        """Bytes of all storages."""
+        self.done = 0
+        """Bytes that are durable."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True once all pieces are durable."""
+        return len(self._digests) == len(self._pieces)
+
+    def go_on(self, stop: Stop, others: Sequence[Extent] = ()) -> None:
+        """Store the next piece; it and ``others``, which were stored before, are durable on return.
+        ``stop``: says whether a batch waits. Raises ``MediumError``."""
+        piece = self._pieces[len(self._digests)]
+        digests = copy(self._pool.medium, piece, stop)
+        stored = [extent for source in piece for extent in source.extents]
+        self._pool.medium.persist([*others, *stored])
+        self._digests.append(digests)
+        self.done += sum(source.length for source in piece)
+
+    def rows(self, born: int = 0) -> StorageRows:
+        """Return the rows of the storages once all are durable. born: the commit before which no
+        version had their extents; 0: the next one."""
+        units = np.concatenate([np.empty((0, 16), np.uint8), *self._digests])
+        return StorageRows.over(self.indices, self.extents, units, born)
+
+    def release(self) -> None:
+        """Release the reserved room. All that was not committed becomes free."""
+        for each in self._held:
+            self._pool.release(each)
+        self._held.clear()
+
+
+class Slices(Pieces):
+    """The dense part of a moment, in ``moment.sliced`` slices, one for each batch from then on."""
+
+    def __init__(self, pool: PoolWriter, moment: Moment) -> None:
+        """Begin to store the storages that ``moment`` leaves, and reserve room for them. Raises
+        ``MediumError``; then nothing is held."""
+        indices = np.array(sorted(moment.left), np.int64)
+        size = int(moment.length[indices].sum())
+        super().__init__(pool, moment, indices, max(1, min(PIECE, size // moment.sliced)))
+        self.moment: Final = moment
+        self.due = 1
+        """Slices to write before the next batch is committed."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True if a slice is due."""
+        count = self.moment.sliced
+        return not self.is_whole and (self.due >= count or self.done * count < self.size * self.due)
 
 
 class Fold:
@@ -148,3 +236,23 @@ def version_of(
         log=log,
         has_bunches=True,
     )
+
+
+def _cut(
+    addresses: Sequence[int], lengths: Sequence[int], extents: Sequence[Sequence[Extent]], most: int
+) -> Iterator[list[Source]]:
+    """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
+    bytes. Each source has one digest."""
+    piece: list[Source] = []
+    size = 0
+    for address, length, own in zip(addresses, lengths, extents, strict=True):
+        for start in range(0, max(1, length), UNIT):
+            step = min(UNIT, length - start)
+            if piece and size + step > most:
+                yield piece
+                piece, size = [], 0
+            inside = tuple(part(own, start, start + step))
+            piece.append(Source(address + start if step else 0, step, inside))
+            size += step
+    if piece:
+        yield piece

@@ -25,9 +25,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.companions.embedding.fold import Fold, version_of
+from portus.companions.embedding.fold import Fold, Pieces, version_of
 from portus.companions.embedding.moment import Bytes, Column, Moment, RowsThere, TensorLocation
-from portus.companions.embedding.pieces import Pieces
 from portus.companions.embedding.store import MARKS, TableStore
 from portus.engine.copying.segments import Stop, memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT

@@ -11,37 +11,56 @@ import atexit
 import contextlib
 import logging
 import os
+import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.capture import Moments
-from portus.companions.embedding.committer import Committer
-from portus.companions.embedding.early_lookup import EarlyLookups, check_early
+from portus.companions.embedding.committer import Committer, Marks
 from portus.companions.embedding.hooks import Hooks
+from portus.companions.embedding.lookups import (
+    Batch,
+    EarlyLookups,
+    IdsOf,
+    check_early,
+    look_ahead,
+)
 from portus.companions.embedding.mapping import MappedTables, persistent
-from portus.companions.embedding.marks import Marks
-from portus.companions.embedding.next_rows import Batch, IdsOf, look_ahead
-from portus.companions.embedding.ordinary_states import OtherStates
 from portus.companions.embedding.pool_tables import PlacedStore
-from portus.companions.embedding.resume import ResumePoint, forget_locals, resume
 from portus.companions.embedding.store import TableStore
-from portus.companions.embedding.tables import Table, tables_of
-from portus.companions.embedding.training import ProtectedTraining
+from portus.companions.embedding.tables import ProtectedTraining, Table, tables_of
 from portus.engine.settings.fits import Seconds, SomeBytes, refuse_misfits
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import create_pool, has_pool, open_writer
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
+from portus.reach.index.reader import PoolReader
+from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
+from portus.reach.pools.restore import load
 
 _log: Final = logging.getLogger("portus")
 
 Mode = Literal["strict", "relaxed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """The batch at which training resumes.
+
+    batch: how many batches the tables contain. dense_batch: how many the dense part contains; equal
+    to ``batch`` in strict mode. extra: the result of the function ``extra`` at the dense part.
+    """
+
+    batch: int
+    dense_batch: int
+    extra: object
 
 
 def protect(
@@ -185,8 +204,7 @@ class ProtectedTables:
             mapped=self._mapped,
             early=self._early,
         )
-        states = OtherStates(self._training, self._batches, marks)
-        self._hooks: Final = Hooks(self._training, self._batches, states)
+        self._hooks: Final = Hooks(self._training, self._batches, marks)
         _OPEN.add(self)
 
     @property
@@ -224,8 +242,7 @@ class ProtectedTables:
             forget_locals(error)
             raise
 
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
+    def batch(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager for one batch. The batch ends with the block, and contains
         everything that the block did, wherever a scheduler steps in it. Without it, a batch ends
         when every optimizer has stepped, and schedulers step between that and the next forward
@@ -234,8 +251,7 @@ class ProtectedTables:
         If the block raises, its updates become part of the next batch. May block until the batch
         before it is durable; raises what an update raises.
         """
-        with self._batches.block():
-            yield
+        return self._batches.block()
 
     def ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the same batches. Before each one, ``ids_of`` is called for the batch that follows
@@ -247,13 +263,13 @@ class ProtectedTables:
         self._training.check_usable()
         if self._ids_of is None:
             raise UsageError("ahead: expected a function ids_of, found none; pass it to `protect`")
-        return look_ahead(self._announce_each(batches))
+        ids_of = self._ids_of
 
-    def _announce_each(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        assert self._ids_of is not None
-        for batch in batches:
-            self._batches.announce(self._ids_of(batch))
-            yield batch
+        def announce(batch: Batch) -> Batch:
+            self._batches.announce(ids_of(batch))
+            return batch
+
+        return look_ahead(map(announce, batches))
 
     def wait(self) -> None:
         """Block until all batches so far are durable. Raises what the pool raised, such as
@@ -292,6 +308,99 @@ class ProtectedTables:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def resume(
+    pool: PoolReader,
+    newest: VersionEntry,
+    training: ProtectedTraining,
+    mapped: MappedTables | None,
+    gap_max: int,
+) -> ResumePoint:
+    """Load a version of the tables into a training. gap_max: the most batches by which its dense
+    part may be older than they are. Raises as ``ProtectedTables.load``."""
+    model, optimizers = training.model, training.optimizers
+    state: Any = load(pool, newest) if mapped is None else mapped.load()
+    batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
+    if batch - dense_batch > gap_max:
+        raise UsageError(
+            f"{training.name}: expected a dense part that is at most {gap_max} batches older than "
+            f"the tables, found {batch - dense_batch} (batch {dense_batch}, tables at batch "
+            f"{batch}); pass a larger gap_max to load it anyway"
+        )
+    saved = state["optimizers"]
+    if len(saved) != len(optimizers):
+        raise UsageError(
+            f"{training.name}: expected {len(saved)} optimizers, as saved, found "
+            f"{len(optimizers)}; nothing was loaded"
+        )
+    _require_kinds(training, state["optimizer_kinds"])
+    _require_same(training.tables, state["model"])
+    for table in training.tables:
+        numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
+        if numbers:
+            table.require_saved(saved[numbers[0]])
+    try:
+        if mapped is None:
+            model.load_state_dict(state["model"])
+        else:
+            _load_rest(model, mapped.take(model, state["model"]), state["model"])
+        for optimizer, each in zip(optimizers, saved, strict=True):
+            optimizer.load_state_dict(each)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UsageError(
+            f"{training.name}: the saved state does not fit this model and its optimizers; load "
+            f"it with those that saved it, or use another pool: {error}"
+        ) from error
+    return ResumePoint(batch, dense_batch, state["extra"])
+
+
+def forget_locals(error: BaseException | None) -> None:
+    """Clear the local variables in the tracebacks of ``error`` and its causes. Otherwise a
+    reference to the error would keep tables of a pool alive, and closing the pool would copy these
+    to memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+
+
+def _require_kinds(training: ProtectedTraining, saved: Sequence[str]) -> None:
+    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order."""
+    found = training.optimizer_kinds
+    if saved == found:
+        return
+    advice = "take those, or a new pool"
+    if sorted(saved) == sorted(found):
+        advice = "pass them in that order"
+    raise UsageError(
+        f"{training.name}: expected the optimizers {', '.join(saved)}, as in the pool, found "
+        f"{', '.join(found)}; nothing was loaded: {advice}"
+    )
+
+
+def _require_same(tables: Sequence[Table], saved: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for a table of another shape or dtype than the saved one."""
+    for table in tables:
+        found = saved.get(table.key)
+        if not isinstance(found, torch.Tensor):
+            continue
+        if found.shape != table.shape or found.dtype != table.dtype:
+            raise UsageError(
+                f"{table.name}: expected a table of {table.dtype} {tuple(table.shape)}, found "
+                f"one of {found.dtype} {tuple(found.shape)} in the pool; nothing was loaded: make "
+                "the table as it was, or protect this one with a new pool, and copy the rows from "
+                "`portus.open`"
+            )
+
+
+def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load a state without its tables. Raise ``RuntimeError``, as torch does."""
+    found = model.load_state_dict(rest, strict=False)
+    missing = set(found.missing_keys) - (saved.keys() - rest.keys())
+    if missing or found.unexpected_keys:
+        raise RuntimeError(
+            f"missing: {', '.join(sorted(missing))}; unexpected: {', '.join(found.unexpected_keys)}"
+        )
 
 
 def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:

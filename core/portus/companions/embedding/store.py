@@ -26,9 +26,8 @@ from typing import Final
 
 import numpy as np
 
-from portus.companions.embedding.fold import Fold, version_of
+from portus.companions.embedding.fold import Fold, Slices, version_of
 from portus.companions.embedding.moment import Moment
-from portus.companions.embedding.pieces import Slices
 from portus.engine.copying.segments import Stop
 from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE

@@ -3,10 +3,14 @@
 An update of an ``Embedding`` or ``EmbeddingBag`` with ``sparse=True`` changes the rows that the
 gradient names, by the optimizers in ``_NEEDED``. After a reduction over ranks these are the rows
 that any rank looked up. The optimizer state of these rows changes too.
+
+An update that would change a table unnoticed is refused before it does: by an unknown optimizer, of
+a replaced weight, or in a forked child.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,6 +21,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from portus.companions.embedding.moment import Rows
 from portus.companions.embedding.rowwise import RowwiseAdagrad
 from portus.errors import UsageError
+from portus.reach.index.pool import PoolWriter
 
 _KINDS: Final = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
@@ -117,7 +122,7 @@ class Table:
     def require_saved(self, saved: Any) -> None:
         """Raise ``UsageError`` unless the saved optimizer state of the rows fits this table."""
         assert self.optimizer is not None
-        params = [each for group in self.optimizer.param_groups for each in group["params"]]
+        params = _parameters_of(self.optimizer)
         place = next(i for i, each in enumerate(params) if each is self.weight)
         numbers = [each for group in saved["param_groups"] for each in group["params"]]
         if place >= len(numbers):
@@ -131,15 +136,125 @@ class Table:
                     "optimizers in the order in which they were saved"
                 )
 
-    def require_same(self) -> None:
-        """Raise ``UsageError`` if dtype or shape differ from when the table was protected."""
-        weight = self.weight
-        if weight.dtype != self.dtype or weight.shape != self.shape:
+
+class ProtectedTraining:
+    """A model, its optimizers and its tables, from when they are protected until ``is_closed``."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+        tables: Sequence[Table],
+        pool: PoolWriter,
+    ) -> None:
+        self.model: Final = model
+        self.optimizers: Final = list(optimizers)
+        self.tables: Final = tables
+        self._pool: Final = pool
+        self._process: Final = os.getpid()
+        self.is_closed = False
+        weights = {id(table.weight): table for table in tables}
+        self.modules: Final[list[tuple[torch.nn.Module, Table]]] = [
+            (module, weights[id(weight)])
+            for module in model.modules()
+            if id(weight := getattr(module, "weight", None)) in weights
+        ]
+        """Each module with a table, which it may share with another."""
+
+    @property
+    def name(self) -> str:
+        """The name of the pool."""
+        return self._pool.medium.info.name
+
+    @property
+    def identity(self) -> str:
+        """The UUID of the pool, in hex."""
+        return self._pool.superblock.uuid.hex()
+
+    @property
+    def optimizer_kinds(self) -> list[str]:
+        """The class names of the optimizers: a state of one class may load into another."""
+        return [type(each).__name__ for each in self.optimizers]
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._process
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer was passed to ``protect``."""
+        return any(optimizer is each for each in self.optimizers)
+
+    def table_of(self, module: torch.nn.Module) -> Table | None:
+        """Return the table of a module, or None if it is not protected: copies of modules have
+        hooks too."""
+        return next((table for each, table in self.modules if each is module), None)
+
+    def check_usable(self) -> None:
+        """Raise ``UsageError`` if the training is closed, or in a forked child."""
+        self.check_process()
+        if self.is_closed:
+            raise UsageError(f"{self.name}: used after it was closed")
+
+    def check_process(self) -> None:
+        """Raise ``UsageError`` in a forked child."""
+        if not self.is_ours:
             raise UsageError(
-                f"{self.name}: expected a table of {self.dtype} {tuple(self.shape)}, as "
-                f"protected, found {weight.dtype} {tuple(weight.shape)}; call `close`, and protect "
-                "the new table with a new pool"
+                f"{self.name}: protected in process {self._process}, used in process "
+                f"{os.getpid()}: a forked child cannot use it"
             )
+
+    def check_lookup(self, module: torch.nn.Module, arguments: Sequence[object]) -> None:
+        """Raise ``UsageError`` before a lookup of ids that the table does not have, or one that
+        would change rows."""
+        table = self.table_of(module)
+        if table is None:
+            return
+        check_ids(table.name, table.shape[0], arguments[0] if arguments else None)
+        if module.max_norm is not None:
+            raise UsageError(
+                f"{table.name}: max_norm={module.max_norm} changes rows in the forward pass, "
+                "before any update; set it to None"
+            )
+
+    def check_tables(self) -> None:
+        """Raise ``UsageError`` if the model does not have the protected tables any more."""
+        for module, table in self.modules:
+            if module._parameters.get("weight") is not table.weight:
+                raise UsageError(
+                    f"{table.name}: its weight is another parameter than the one that was "
+                    "protected, by an assignment or load_state_dict(assign=True): copy into it "
+                    "instead; or call `close`, and `protect` again with optimizers of the new one"
+                )
+            weight = table.weight
+            if weight.dtype != table.dtype or weight.shape != table.shape:
+                raise UsageError(
+                    f"{table.name}: expected a table of {table.dtype} {tuple(table.shape)}, as "
+                    f"protected, found {weight.dtype} {tuple(weight.shape)}; call `close`, and "
+                    "protect the new table with a new pool"
+                )
+
+    def check_optimizers(self) -> None:
+        """Raise ``UsageError`` if an optimizer of a table may not update it any more."""
+        for table in self.tables:
+            if table.optimizer is not None:
+                check_optimizer(table.name, table.weight, table.optimizer)
+
+    def check_update(self, optimizer: Optimizer) -> None:
+        """Raise ``UsageError`` as ``check_tables``, and if an optimizer is about to update the
+        table of another one. Gradients of an unknown one may come later, from a closure."""
+        is_known = self.has(optimizer)
+        if is_known:
+            self.check_tables()
+        others = {id(each.weight): each for each in self.tables if each.optimizer is not optimizer}
+        for parameter in _parameters_of(optimizer):
+            if id(parameter) in others and (parameter.grad is not None or not is_known):
+                found = "did not have it when it was protected"
+                raise UsageError(
+                    f"{others[id(parameter)].name}: a {type(optimizer).__name__} is about to "
+                    f"update it that {found if is_known else 'was not passed to `protect`'}; call "
+                    "`close`, and `protect` again with that optimizer"
+                )
 
 
 def tables_of(
@@ -222,11 +337,8 @@ def check_optimizer(name: str, weight: torch.nn.Parameter, optimizer: Optimizer)
 def copy_rows(tensor: torch.Tensor, number: torch.Tensor) -> Rows:
     """Return copies of rows of a table."""
     data = tensor.index_select(0, number).contiguous().view(torch.uint8)
-    return Rows(number.numpy(), data.reshape(len(number), _row_bytes(tensor)).numpy())
-
-
-def _row_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes // tensor.shape[0]
+    row = tensor.nbytes // tensor.shape[0]
+    return Rows(number.numpy(), data.reshape(len(number), row).numpy())
 
 
 def fingerprint(tensor: torch.Tensor) -> Known:
@@ -257,7 +369,7 @@ def _table(
         raise UsageError(f"{name}: expected a table with rows, found {tuple(weight.shape)}")
     if not weight.is_contiguous() or weight.untyped_storage().nbytes() != weight.nbytes:
         raise UsageError(f"{name}: expected a table that owns its memory, found a view")
-    owners = [each for each in optimizers if _owns(each, weight)]
+    owners = [each for each in optimizers if any(p is weight for p in _parameters_of(each))]
     if weight.requires_grad and len(owners) != 1:
         raise UsageError(
             f"{name}: expected it in exactly one of the optimizers, found it in {len(owners)}; "
@@ -269,5 +381,20 @@ def _table(
     return Table(name, weight, optimizer, weight.shape, weight.dtype)
 
 
-def _owns(optimizer: Optimizer, weight: torch.nn.Parameter) -> bool:
-    return any(each is weight for group in optimizer.param_groups for each in group["params"])
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> str:
+    """Return learning rates, momenta and other settings of the groups, for comparison."""
+
+    def value(each: object) -> object:
+        return each.tolist() if isinstance(each, torch.Tensor) else each
+
+    return repr(
+        [
+            {key: value(each) for key, each in group.items() if key != "params"}
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+        ]
+    )

@@ -1,4 +1,9 @@
-"""Lookups that are made a batch ahead, and corrected by the changes of the update in between.
+"""Lookups of the batches to come: their rows, found one batch ahead, and their sums, made early.
+
+TrainingCXL reads the rows of the next batch from its sparse features, and copies them while the
+batch before is computed. The lookups of other ranks are only in the reduced gradient, so an update
+still asks the gradient for rows that were not announced. Only an undo log gains by announcements:
+an entry of a redo log has new rows, which do not exist before the update.
 
 A bag that sums is linear: the lookup in a table W + dW is bag(W) + bag(dW). So a batch is looked up
 while the one before it is computed. After the update, only the rows that both have in common are
@@ -8,15 +13,55 @@ are the same in another order, so the bits may differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
-from portus.companions.embedding.tables import Known, Table, fingerprint
+from portus.companions.embedding.tables import Known, Table, check_ids, fingerprint
 from portus.errors import UsageError
+
+Batch = TypeVar("Batch")
+
+IdsOf = Callable[[Any], Mapping[str, torch.Tensor]]
+"""A function that returns the ids that a batch of the loader looks up, of any shape, by the name of
+the table in the model. Tables may be left out."""
+
+
+def look_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the same batches, each after the following one was taken. An error of taking a batch is
+    raised when that batch is due."""
+    upcoming, before = iter(batches), list[Batch]()
+    while True:
+        try:
+            batch = next(upcoming)
+        # Kept until its turn: the batch before is trained first, as without looking ahead.
+        except BaseException as error:
+            yield from before
+            if isinstance(error, StopIteration):
+                return
+            raise
+        yield from before
+        before = [batch]
+
+
+def rows_ahead(tables: Sequence[Table], ids: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return the rows that ``ids`` names, distinct and in order, by the index of the table in
+    ``tables``. Raise ``UsageError`` for a name that no table has, and for ids out of range."""
+    place = {table.name: index for index, table in enumerate(tables)}
+    found = {}
+    for name, each in ids.items():
+        if name not in place:
+            raise UsageError(
+                f"ids_of: expected names of tables, such as {', '.join(sorted(place))[:200]}, "
+                f"found {name!r}"
+            )
+        check_ids(name, tables[place[name]].shape[0], each)
+        found[place[name]] = torch.unique(each)
+    return found
+
 
 _KEPT: Final = 2
 """Lookups to keep for each table: of the next batch, and of the one after it."""
