@@ -94,7 +94,8 @@ class User(Process[State]):
     def __init__(self, files: CrashFiles, report: Report[State]) -> None:
         super().__init__(files, report, EMPTY)
         self.pool = open_writer(POOL, self.medium_files(), locks=ProcessLocks())
-        self.store = TableStore(self.pool, self.log_bytes, fold_from=self.fold_from)
+        self.store = TableStore(self.pool, self.log_bytes)
+        self.store.fold_from = self.fold_from
         newest = self.store.newest
         self.is_new = newest is None
         self.tensors: Tensors = (

@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 
 from portus.companions.embedding.moment import Column, Moment
+from portus.companions.model_log import version_of
 from portus.engine.copying.local import copy
 from portus.engine.copying.segments import Digests, Source, Stop
 from portus.engine.format.checksum import UNIT
@@ -34,7 +35,7 @@ from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage, VersionLog
-from portus.reach.versions.parts import StorageRows, part, rows_of
+from portus.reach.versions.parts import StorageRows, part
 
 PIECE: Final = UNIT
 """Bytes to copy and persist together, and so the longest that a batch may have to wait for."""
@@ -189,7 +190,9 @@ class Fold:
             self.go_on(stop)
         log = replace(self._log.log, entries=self._log.count)
         groups = [self.image.rows(self._born), *self._kept]
-        new = version_of(model, self.batch, self.contents, groups, self._length, log)
+        new = version_of(
+            model, self.batch, self.contents, groups, self._length, log, has_bunches=True
+        )
         return new, self._unpersisted_extents()
 
     def log(self, committed: VersionLog) -> LogWriter:
@@ -212,30 +215,6 @@ class Fold:
         used = self._log.used_extent
         rest = Extent(used.offset + self._persisted, used.length - self._persisted)
         return [rest] if rest.length else []
-
-
-def version_of(
-    model: str,
-    batch: int,
-    contents: bytes,
-    groups: list[StorageRows],
-    lengths: Column,
-    log: VersionLog | None,
-    token: bytes | None = None,
-) -> NewVersion:
-    """Return a version of storages of ``lengths``, each in one group, to be committed."""
-    storages, extents, units = rows_of(groups, lengths)
-    return NewVersion(
-        model=model,
-        step=batch,
-        token=os.urandom(16) if token is None else token,
-        contents=contents,
-        storages=storages,
-        extents=extents,
-        units=units,
-        log=log,
-        has_bunches=True,
-    )
 
 
 def _cut(

@@ -25,9 +25,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.companions.embedding.fold import Fold, Pieces, version_of
+from portus.companions.embedding.fold import Fold, Pieces
 from portus.companions.embedding.moment import Bytes, Column, Moment, RowsThere, TensorLocation
 from portus.companions.embedding.store import MARKS, TableStore
+from portus.companions.model_log import version_of
 from portus.engine.copying.segments import Stop, memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.media.base import MappedMedium
@@ -57,6 +58,7 @@ class PlacedStore(TableStore):
     """The state of one training with tables in place in its pool. One thread at a time."""
 
     in_place = True
+    fold_from = 1.0  # not beside batches
     _spare = 2 * PAGE  # for the entries that `_make_room` names
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
@@ -64,7 +66,7 @@ class PlacedStore(TableStore):
         self._places: dict[int, TensorLocation] = {}
         """Places of the tables of the newest version, by the index of the storage."""
         self._reserved: list[Extent] = []
-        super().__init__(pool, log_bytes, fold_from=1.0)  # not beside batches
+        super().__init__(pool, log_bytes)
 
     @property
     def places(self) -> Mapping[int, TensorLocation]:
@@ -158,7 +160,7 @@ class PlacedStore(TableStore):
             while not image.is_whole:
                 image.go_on(Stop())
             rows = [image.rows()]
-            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token)
+            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token=token)
             self.pool.commit(made, (), retire)
         finally:
             image.release()
@@ -222,7 +224,7 @@ class PlacedStore(TableStore):
             in_place.append(InPlaceStorage(index, place.cell, moment.digests[index]))
         if self._slices is not None and self._slices.is_whole:
             kept.append(self._slices.rows())
-        return Fold(self.pool, moment, self._log_length(moment), kept, in_place)
+        return Fold(self.pool, moment, self._log_length(int(moment.length.sum())), kept, in_place)
 
     def _fold_in(self, moment: Moment) -> None:
         before, record = self._log, self._record

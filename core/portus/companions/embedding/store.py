@@ -22,57 +22,47 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final
 
 import numpy as np
 
-from portus.companions.embedding.fold import Fold, Slices, version_of
+from portus.companions.embedding.fold import Fold, Slices
 from portus.companions.embedding.moment import Moment
+from portus.companions.model_log import ModelWithLog, version_of
 from portus.engine.copying.segments import Stop
 from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
-from portus.engine.spec import PAGE, TensorSpec
+from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.index.log import Entry, LogWriter, entries, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.tables import MARKS as MARKS
 from portus.reach.index.tables import MODEL as MODEL
 from portus.reach.versions.parts import StorageRows, share
 
-_LOG_MIN: Final = 64 << 20
-_LOG_SHARE: Final = 2
-"""The share of all storages that the size of a log has, and its least size."""
 
-
-class TableStore:
+class TableStore(ModelWithLog[PoolWriter]):
     """The state of one training in a pool. One thread at a time."""
+
+    model = MODEL
+    _beside = (MARKS,)
+    _kind = "tables of a training"
+    _log_min = 64 << 20
+    _log_share = 2
+    fold_from = 0.75
+    """The used share of the log at which it is folded in."""
 
     in_place = False
     """True if tables are changed in the pool itself: see ``in_pool``."""
 
-    _spare = 0
-    """Bytes of a log that no batch takes."""
-
-    def __init__(
-        self, pool: PoolWriter, log_bytes: int | None = None, *, fold_from: float = 0.75
-    ) -> None:
+    def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
         """Read the log, and make its valid entries durable.
 
-        log_bytes: the size of the log; None: a sensible one. fold_from: the used share of it at
-        which it is folded in.
+        log_bytes: the size of the log; None: a sensible one.
         Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds other data.
         """
-        self.pool: Final = pool
-        self._log_bytes: Final = log_bytes
-        self._fold_from: Final = fold_from
-        self._record: VersionRecord | None = None
-        self._log: LogWriter | None = None
-        self._contents = b""
+        super().__init__(pool, log_bytes)
         self._alike: tuple[bytes, object] = b"", None
         """Contents with the same tensors, and these, if they are known."""
-        self._open_end = False
-        """True if nothing comes after the last entry of the log."""
         self._entry_bytes = 0
         """Bytes of the entry of the last batch."""
         self._fold: Fold | None = None
@@ -86,12 +76,6 @@ class TableStore:
         self._dense_batch = 0
         """The batch of the dense part that was committed last, as far as it is known."""
         self._open()
-
-    @property
-    def newest(self) -> VersionEntry | None:
-        """The version with the newest commit, and its log; None in a new pool."""
-        model = self.pool.catalogue().models.get(MODEL)
-        return None if model is None else model.versions[-1]
 
     def marks(self) -> Sequence[VersionEntry]:
         """Return all marks, oldest first."""
@@ -143,7 +127,7 @@ class TableStore:
         fold, log = self._fold, self._log
         if fold is None or log is None or fold.image.is_whole:
             return False
-        begin = log.log.extent.length * self._fold_from
+        begin = log.log.extent.length * self.fold_from
         # When the next one is there too.
         filled = log.used_extent.length + self._entry_bytes - begin
         return fold.image.done * (log.log.extent.length - begin) < fold.image.size * filled
@@ -177,16 +161,10 @@ class TableStore:
         now = replace(log.log, entries=log.count)
         every = [share(record, np.arange(len(record.storages)))]
         length = record.storages["length"].astype(np.int64)
-        made = version_of(MARKS, batch, self._contents, every, length, now, token)
+        made = version_of(
+            MARKS, batch, self._contents, every, length, now, token=token, has_bunches=True
+        )
         self.pool.commit(made, (), retire)
-
-    def seal(self) -> None:
-        """Append an entry that shows that the last one was not torn: from now on damage to that is
-        found. Raises ``MediumError``."""
-        log, record = self._log, self._record
-        if log is not None and record is not None and self._open_end and log.room >= PAGE:
-            log.append([], b"", record.info.commit)
-            self._open_end = False
 
     # --- a batch in the log ---------------------------------------------------------------------
 
@@ -219,16 +197,13 @@ class TableStore:
         if log is None or record is None or not self._is_next(moment):
             return False
         bunches = moment.bunches(record.storage_extents)
-        said = b"" if moment.left or moment.contents == self._contents else moment.contents
-        size = entry_size([], len(said), [each.data.shape for each in bunches])
-        if size > log.room - self._spare:
-            return False
+        contents = self._contents if moment.left else moment.contents
         # Rows and dense part in one entry: with two stores a crash leaves two moments, and a load
         # would have to look for a pair (decision 0170).
-        log.append([], said, record.info.commit, bunches)
+        size = self._append_entry([], contents, bunches)
+        if not size:
+            return False
         self._entry_bytes = size
-        self._open_end = True
-        self._contents = said or self._contents
         if not moment.left:
             self._dense_batch = moment.dense_batch
         return True
@@ -255,7 +230,9 @@ class TableStore:
         others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
         groups: list[StorageRows] = [slices.rows(), share(record, others)]
         now, dense = replace(log.log, entries=log.count), slices.moment
-        new = version_of(MODEL, self.batch, dense.contents, groups, dense.length, now)
+        new = version_of(
+            MODEL, self.batch, dense.contents, groups, dense.length, now, has_bunches=True
+        )
         try:
             made = self.pool.commit(new, (), self._superseded_versions())
         finally:
@@ -280,7 +257,7 @@ class TableStore:
         log = self._log
         if log is None or self._has_no_room:
             return
-        if log.used_extent.length <= log.log.extent.length * self._fold_from:
+        if log.used_extent.length <= log.log.extent.length * self.fold_from:
             return
         try:
             self._fold = self._fold_of(moment)
@@ -291,7 +268,7 @@ class TableStore:
 
     def _fold_of(self, moment: Moment) -> Fold:
         """Return a fold that begins with a moment. Raises ``MediumError``."""
-        return Fold(self.pool, moment, self._log_length(moment))
+        return Fold(self.pool, moment, self._log_length(int(moment.length.sum())))
 
     def _fold_in(self, moment: Moment) -> None:
         """Commit a moment by a version with all of its state, and a new log."""
@@ -319,49 +296,16 @@ class TableStore:
             self._fold.release()
             self._fold = None
 
-    def _superseded_versions(self) -> list[int]:
-        model = self.pool.catalogue().models.get(MODEL)
-        return [] if model is None else [entry.info.id for entry in model.versions]
-
-    def _log_length(self, moment: Moment) -> int:
-        wanted = self._log_bytes
-        if wanted is None:
-            wanted = max(_LOG_MIN, int(moment.length.sum()) // _LOG_SHARE)
-        return wanted + -wanted % PAGE
-
     # --- opening --------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        newest = self.newest
-        if newest is None:
-            others = sorted(self.pool.catalogue().models.keys() - {MARKS})
-            if others:
-                raise UsageError(
-                    f"{self.pool.medium.info.name}: expected tables of a training, found "
-                    f"checkpoints of {', '.join(others)[:200]}; use a separate pool for the tables"
-                )
-            return
-        with self.pool.pin(newest.info.id) as entry:
-            record = self.pool.record(entry)
-            if record.log is None:
-                raise UsageError(
-                    f"{self.pool.medium.info.name}: its {MODEL!r} has no log; use a separate "
-                    "pool for the tables"
-                )
-            if bool(record.log.in_place) != self.in_place:
-                raise UsageError(
-                    f"{self.pool.medium.info.name}: expected tables with in_place="
-                    f"{self.in_place}, found some that were protected with in_place="
-                    f"{not self.in_place}; pass that again, or use another pool"
-                )
-            contents = self.pool.contents(record)
-            last: Entry | None = None
-            for last in entries(self.pool.medium, record):
-                contents = last.contents or contents
-        self._record, self._contents = record, contents
-        self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
-        self._log.cut()
-        self._open_end = last is not None and bool(last.bunches or last.contents)
+    def _begin(self, record: VersionRecord, contents: bytes) -> None:
+        assert record.log is not None
+        if bool(record.log.in_place) != self.in_place:
+            raise UsageError(
+                f"{self.pool.medium.info.name}: expected tables with in_place={self.in_place}, "
+                f"found some that were protected with in_place={not self.in_place}; pass that "
+                "again, or use another pool"
+            )
 
 
 def _storages_of(contents: bytes) -> tuple[set[str], list[TensorSpec]]:

@@ -19,33 +19,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from portus.companions.media.private import Run
+from portus.companions.model_log import ModelWithLog, version_of
 from portus.companions.shelf.items import Array, Item, encode
 from portus.engine.copying.local import copy, fetch, load_stored
 from portus.engine.copying.segments import Source, Stop
 from portus.engine.format.checksum import unit_counts
-from portus.engine.spec import PAGE, Extent
-from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.engine.spec import Extent
+from portus.errors import CorruptionError, MediumError, PortusError
 from portus.reach.format.items import StoredArray, decode
 from portus.reach.format.layout import WITH_NEXT
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entries, entry_size
+from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionLog, VersionRecord
-from portus.reach.versions.parts import StorageRows, part, rows_of, share, sources
+from portus.reach.versions.parts import StorageRows, part, share, sources
 
 MODEL: Final = "shelf"
-
-_LOG_MIN: Final = 8 << 20
-_LOG_SHARE: Final = 4
-"""The share of all arrays that the size of a log has, and its least size: 8 MiB."""
 
 _LARGE: Final = 1 << 20
 """Bytes of an array from which a change of more than half gives it new extents."""
@@ -57,8 +54,13 @@ Piece = tuple[Extent, Array, int]
 """An extent of the pool, and the array and its first byte that the extent holds."""
 
 
-class ShelfStore:
+class ShelfStore(ModelWithLog[PoolReader]):
     """The shelf of one pool. ``items``: the committed ones."""
+
+    model = MODEL
+    _kind = "a shelf"
+    _log_min = 8 << 20
+    _log_share = 4
 
     def __init__(self, pool: PoolReader, log_bytes: int | None = None) -> None:
         """Read and verify the whole shelf.
@@ -67,19 +69,13 @@ class ShelfStore:
         Raises ``CorruptionError``, ``StaleError`` if the shelf was replaced meanwhile (then try
         again), ``MediumError``; ``UsageError`` if the pool holds other data.
         """
-        self._pool: Final = pool
-        self._log_bytes: Final = log_bytes
-        self._record: VersionRecord | None = None
-        self._log: LogWriter | None = None
+        super().__init__(pool, log_bytes)
         self._arrays: list[Array] = []
         """Arrays in the order of the storages of the version."""
         self._extents: dict[Array, Sequence[Extent]] = {}
         """The extents of each array in the version."""
-        self._contents = b""
         self._logged: set[Array] = set()
         """Arrays that have patches in the log."""
-        self._open_end = False
-        """True if nothing comes after the last entry of the log."""
         self.items: Mapping[str, Item] = {}
         self._load()
 
@@ -105,7 +101,7 @@ class ShelfStore:
         except BaseException:
             # Ctrl-C, or an error of another signal handler, at any point: it is unknown here
             # whether, and where, the commit was made.
-            self._pool.medium.poison("a commit of this shelf was interrupted; open it again")
+            self.pool.medium.poison("a commit of this shelf was interrupted; open it again")
             raise
 
     def _encode(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
@@ -116,29 +112,20 @@ class ShelfStore:
         contents, arrays = encode(items)
         return contents, self._arrays if arrays == self._arrays else arrays
 
-    def seal(self) -> None:
-        """Append an entry that shows that the last one was not torn: from now on damage to that is
-        found. Raises ``MediumError``."""
-        log, record = self._log, self._record
-        if log is not None and record is not None and self._open_end and log.room >= PAGE:
-            log.append([], b"", record.info.commit)
-            self._open_end = False
-
     # --- a change of bytes and values -----------------------------------------------------------
 
     def _append(self, items: Mapping[str, Item], dirty: Dirty, contents: bytes) -> bool:
         """Commit by an entry of the log. Return False if an entry cannot do it."""
-        log, record = self._log, self._record
-        if log is None or record is None or any(map(_mostly, dirty, dirty.values())):
+        if self._log is None or any(map(_mostly, dirty, dirty.values())):
             return False
         pieces = self._pieces(dirty)
-        said = b"" if contents == self._contents else contents
-        if entry_size([each.length for each, _, _ in pieces], len(said)) > log.room:
-            return False
+        lengths = [extent.length for extent, _, _ in pieces]
+        if entry_size(lengths, 0) > self._log.room:
+            return False  # before anything is copied
         patches = _copy_views(pieces)
-        log.append(patches, said, record.info.commit)
-        self._open_end = True
-        self._contents, self.items = contents, items
+        if not self._append_entry(patches, contents):
+            return False
+        self.items = items
         self._logged.update(dirty)
         _commit_patches(pieces, patches)
         return True
@@ -182,7 +169,7 @@ class ShelfStore:
         try:
             groups, stored = self._groups(arrays, afresh, dirty, held)
             if fold:
-                length = self._log_length(arrays)
+                length = self._log_length(sum(each.size for each in arrays))
                 [area] = writer.reserve(length, contiguous=True)
                 held.append([area])
                 fresh = VersionLog(area, os.urandom(16), 0, 0)
@@ -197,7 +184,7 @@ class ShelfStore:
             record = writer.commit(
                 self._version(arrays, groups, contents, replace(log.log, entries=count)),
                 stored,
-                self._versions(),
+                self._superseded_versions(),
             )
         except BaseException:
             if entry is not None and log is not None:
@@ -235,11 +222,11 @@ class ShelfStore:
                 address = each.memory.committed.ctypes.data
                 # From the pool, not from the views: another thread may write to those (see the
                 # module).
-                load_stored(self._pool.medium, Source(address, each.size, extents))
+                load_stored(self.pool.medium, Source(address, each.size, extents))
         except BaseException:  # the views have it too, except for writes since
             for each in arrays:
                 each.memory.commit_view()
-            self._pool.medium.poison("the committed state could not be read back; open it again")
+            self.pool.medium.poison("the committed state could not be read back; open it again")
             raise
 
     def _groups(
@@ -286,76 +273,43 @@ class ShelfStore:
         contents: bytes,
         log: VersionLog,
     ) -> NewVersion:
-        storages, extents, units = rows_of(groups, np.array([a.size for a in arrays], np.int64))
         before = self._record
-        return NewVersion(
-            model=MODEL,
-            step=0 if before is None else before.info.step + 1,
-            token=os.urandom(16),
-            contents=contents,
-            storages=storages,
-            extents=extents,
-            units=units,
-            log=log,
-        )
-
-    def _versions(self) -> list[int]:
-        """Return the ids of the versions that the next one replaces: more after a rescue."""
-        model = self._writer().catalogue().models.get(MODEL)
-        return [] if model is None else [entry.info.id for entry in model.versions]
-
-    def _log_length(self, arrays: Sequence[Array]) -> int:
-        wanted = self._log_bytes
-        if wanted is None:
-            wanted = max(_LOG_MIN, sum(each.size for each in arrays) // _LOG_SHARE)
-        return wanted + -wanted % PAGE
+        step = 0 if before is None else before.info.step + 1
+        lengths = np.array([each.size for each in arrays], np.int64)
+        return version_of(MODEL, step, contents, groups, lengths, log)
 
     def _writer(self) -> PoolWriter:
-        assert isinstance(self._pool, PoolWriter), "a shelf for reading was committed"
-        return self._pool
+        assert isinstance(self.pool, PoolWriter), "a shelf for reading was committed"
+        return self.pool
 
     # --- opening --------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        model = self._pool.catalogue().models.get(MODEL)
-        if model is None:
-            others = sorted(self._pool.catalogue().models)
-            if others:
-                raise self._no_shelf(others)
+        self._open()
+        record = self._record
+        if record is None:
             return
-        with self._pool.pin(model.versions[-1].info.id) as entry:
-            record = self._pool.record(entry)
-            if record.log is None:
-                raise self._no_shelf([MODEL])
-            contents = self._pool.contents(record)
-            made = _VersionArrays(record)
-            # Later contents are of the same arrays: other ones are another version.
-            decode(contents, made)
-            arrays = made.all()
-            self._fetch(record, arrays, made.names)
-            last = None
-            places = PatchPlaces(record)
-            for last in entries(self._pool.medium, record):
-                self._logged.update(_patch(places, last, arrays))
-                contents = last.contents or contents
+        arrays = self._version_arrays.all()
         for each in arrays:
             each.memory.refresh()
-            each.is_read_only = not isinstance(self._pool, PoolWriter)
-        self.items = decode(contents, made)
-        self._is_at(record, arrays, contents)
-        if record.log is not None:
-            pool = self._pool
-            if isinstance(pool, PoolWriter):
-                self._log = LogWriter(pool.medium, record.log, last, pool.glance)
-                # Makes its entries durable: the process that wrote them may have been killed.
-                self._log.cut()
-            self._open_end = last is not None and bool(last.patches or last.contents)
+            each.is_read_only = not isinstance(self.pool, PoolWriter)
+        self.items = decode(self._contents, self._version_arrays)
+        self._is_at(record, arrays, self._contents)
+        del self._version_arrays, self._places  # arrays that are not on the shelf any more may go
 
-    def _no_shelf(self, models: Sequence[str]) -> UsageError:
-        return UsageError(
-            f"{self._pool.medium.info.name}: expected a shelf, found checkpoints of "
-            f"{', '.join(models)[:200]}; use a separate file for the shelf"
-        )
+    def _begin(self, record: VersionRecord, contents: bytes) -> None:
+        self._version_arrays = _VersionArrays(record)
+        # Later contents are of the same arrays: other ones are another version.
+        decode(contents, self._version_arrays)
+        self._arrays = self._version_arrays.all()
+        self._fetch(record, self._arrays, self._version_arrays.names)
+        self._places = PatchPlaces(record)
+
+    def _replay(self, entry: Entry) -> None:
+        for storage, start, data in self._places.of(entry):
+            array = self._arrays[storage]
+            array.memory.committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
+            self._logged.add(array)
 
     def _fetch(
         self, record: VersionRecord, arrays: Sequence[Array], names: Mapping[int, str]
@@ -365,13 +319,13 @@ class ShelfStore:
             [each.memory.committed.ctypes.data if each.size else 0 for each in arrays], np.int64
         )
         group = share(record, np.arange(len(arrays)))
-        found = fetch(self._pool.medium, sources(address, lengths, group.extents), Stop())
+        found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
         if len(bad):
             owner = np.repeat(np.arange(len(arrays)), unit_counts(lengths))
             damaged = sorted({names[int(owner[unit])] for unit in bad})
             raise CorruptionError(
-                f"{self._pool.medium.info.name}: damaged: {', '.join(damaged)[:200]}: expected "
+                f"{self.pool.medium.info.name}: damaged: {', '.join(damaged)[:200]}: expected "
                 f"digest {group.digests[bad[0]].tobytes().hex()}, found "
                 f"{found[bad[0]].tobytes().hex()}"
             )
@@ -407,14 +361,6 @@ class _VersionArrays:
         if self._found.keys() != set(range(len(self._lengths))):
             raise CorruptionError("the contents of a shelf do not name each of its arrays")
         return [self._found[index] for index in range(len(self._lengths))]
-
-
-def _patch(places: PatchPlaces, entry: Entry, arrays: Sequence[Array]) -> Iterator[Array]:
-    """Apply the patches of an entry, and yield the arrays that it changed."""
-    for storage, start, data in places.of(entry):
-        committed = arrays[storage].memory.committed
-        committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
-        yield arrays[storage]
 
 
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:
