@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -240,12 +241,13 @@ def test_the_generators_are_what_they_were(tmp_path: Path) -> None:
 
 def test_generators_that_are_not_known_are_passed_over() -> None:
     state = portus.capture_randomness(CPU)
-    python = int.from_bytes(state[1:5].numpy().tobytes(), "little") + 5
-    strange = torch.cat([torch.tensor([99, 3, 0, 0, 0, 7, 7, 7], dtype=torch.uint8), state])
+    length = int.from_bytes(state[:4].numpy().tobytes(), "little")
+    states = msgspec.msgpack.decode(state.numpy().tobytes()[4 : 4 + length])
+    data = msgspec.msgpack.encode({"strange": b"777", **states})
+    strange = len(data).to_bytes(4, "little") + data
     expected = random.random()
-    assert python > 2000
-    portus.restore_randomness(state, CPU)
-    portus.restore_randomness(strange[: portus.RANDOMNESS_BYTES], CPU)
+    assert length > 2000
+    portus.restore_randomness(torch.frombuffer(bytearray(strange), dtype=torch.uint8), CPU)
     assert random.random() == expected
     portus.restore_randomness(torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8), CPU)
 

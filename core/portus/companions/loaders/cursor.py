@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from portus.companions.loaders import samplers
 from portus.companions.loaders.dealing import Dispatch, change_batch, length, way_of
-from portus.companions.loaders.order import DeliveredOrder
 from portus.companions.loaders.randomness import (
     capture_randomness,
     no_randomness,
@@ -48,6 +47,10 @@ _log: Final = logging.getLogger("portus")
 
 _CPU: Final = torch.device("cpu")
 _END: Final = object()
+
+_Start = Mapping[str, Any]
+"""The origin of one epoch's order, as its iterator began: states of the loader's generators and of
+its "samplers", how to make the whole "sequence", and the states of the global generators."""
 
 
 class DataCursor:
@@ -182,10 +185,10 @@ class DataCursor:
         start = None if running is None or is_over else running.start
         return {
             "position": self._position(delivered, is_over, running).state(),
-            "start": None if start is None else start.state(),
-            "now": self.note(no_randomness()).state(),
+            "start": None if start is None else {**start, "random": None},
+            "now": self.note(None),
             "asked": 0 if running is None else running.request_count,
-            "random": no_randomness() if start is None else start.random,
+            "random": no_randomness() if start is None else start["random"],
         }
 
     def _pending(self, running: Iteration | None, delivered: int) -> _Resume | None:
@@ -220,7 +223,7 @@ class DataCursor:
         """Restore the generators of the loader and of its samplers as at the save: for a run that
         begins its next epoch. In a run that continues within an epoch its iterator does."""
         self._over = None
-        self._put(_Start.of(state["now"], no_randomness()))
+        self._put(state["now"])
 
     def forget(self) -> None:
         """Forget the position to resume at: the next epoch is stock's."""
@@ -250,23 +253,23 @@ class DataCursor:
         return self.newest
 
     def start(
-        self, resume: _Resume | None, order: DeliveredOrder
+        self, resume: _Resume | None, order: samplers.DeliveredOrder
     ) -> tuple[_Start, Iterator[Any] | None]:
         """Return the origin of the first samples' order, and the rest, if that is not all. Add the
         skipped samples to ``order``; log if it differs from the earlier one. Raise ``UsageError``
         if samplers give fewer samples than before."""
         self._over = None
         if resume is None:
-            return self.note(), None
+            return self.note(capture_randomness(_CPU)), None
         if self._waiting is resume:
             self._waiting = None
         if resume.start is None:
             self._put(resume.now)
-            return self.note(), None
+            return self.note(capture_randomness(_CPU)), None
         now = capture_randomness(_CPU)
         # A sampler without a generator draws its order from torch's: as it was when the epoch
         # began.
-        restore_randomness(resume.start.random, _CPU)
+        restore_randomness(resume.start["random"], _CPU)
         try:
             if resume.deal is not None:
                 self._put(resume.now)  # it has drawn the whole order: the next epoch follows
@@ -276,18 +279,17 @@ class DataCursor:
         finally:
             restore_randomness(now, _CPU)
 
-    def note(self, random: torch.Tensor | None = None) -> _Start:
+    def note(self, random: torch.Tensor | None) -> _Start:
         """Return the origin of the order of an epoch that begins now. random: the states of the
-        global generators; None: the present ones."""
-        own = samplers.chain(self.stock)
-        return _Start(
-            loader=samplers.generators_of(self.loader),
-            samplers=[samplers.state_of(each) for each in own],
-            sequence=None if self._way is None else samplers.sequence_of(self._way.dealt),
-            random=capture_randomness(_CPU) if random is None else random,
-        )
+        global generators."""
+        return {
+            "loader": samplers.generators_of(self.loader),
+            "samplers": [samplers.state_of(each) for each in samplers.chain(self.stock)],
+            "sequence": None if self._way is None else samplers.sequence_of(self._way.dealt),
+            "random": random,
+        }
 
-    def _skip(self, resume: _Resume, order: DeliveredOrder) -> Iterator[Any]:
+    def _skip(self, resume: _Resume, order: samplers.DeliveredOrder) -> Iterator[Any]:
         """Return the rest of the stock sampler. With prefetching, the sampler was asked for more
         than was delivered: so it is again, and its generators end in the same state, though other
         loaders may have drawn from them since the epoch began."""
@@ -327,8 +329,7 @@ class DataCursor:
             )
 
     def _deal(self, start: _Start, deal: Deal) -> Iterator[Any]:
-        assert start.sequence is not None
-        sequence = samplers.sequence(start.sequence)
+        sequence = samplers.sequence(start["sequence"])
         if len(sequence) != deal.samples:
             raise UsageError(
                 f"the sampler announced {deal.samples} samples, and gave {len(sequence)}"
@@ -343,12 +344,12 @@ class DataCursor:
     def _resume(
         self, position: Position, state: Mapping[str, Any], batch: int | None
     ) -> tuple[_Resume | None, str]:
-        now = _Start.of(state["now"], no_randomness())
+        now = state["now"]
         if state["start"] is None and position.batches:
             return None, "the origin of its order is unknown"
         if state["start"] is None:
             return _Resume(position, None, now, None, state), ""
-        start = _Start.of(state["start"], state["random"])
+        start = {**state["start"], "random": state["random"]}
         own = self._batch if batch is None else batch
         samples = None if self._way is None else self._way.samples
         if None not in (position.samples, samples) and position.samples != samples:
@@ -356,16 +357,21 @@ class DataCursor:
         same = (position.ranks, position.batch) == (self._ranks, own)
         if same and not position.dealt_anew:
             own_samplers = samplers.chain(self.stock)
-            if len(start.samplers) != len(own_samplers):
+            if len(start["samplers"]) != len(own_samplers):
                 return None, "its samplers are different now"
-            for each, was in zip(own_samplers, start.samplers, strict=True):
+            for each, was in zip(own_samplers, start["samplers"], strict=True):
                 name = samplers.mismatched_number(each, was)
                 if name:
                     return None, f"its {_name(each)} does not let its {name} be set"
             return _Resume(position, start, now, None, state, state.get("asked")), ""
         before = f"{position.ranks} ranks with {position.batch or 'unknown'} samples each"
         after = f"{self._ranks} ranks with {own or 'unknown'} samples each"
-        if self._way is None or start.sequence is None or position.samples is None or own is None:
+        if (
+            self._way is None
+            or start["sequence"] is None
+            or position.samples is None
+            or own is None
+        ):
             return None, (
                 f"it was dealt to {before} in a step, and is to be dealt to {after}, and the "
                 f"order of its sampler is unknown ({_name(samplers.chain(self.stock)[-1])})"
@@ -405,15 +411,15 @@ class DataCursor:
         return None if batch == self._batch else batch
 
     def _put(self, start: _Start) -> None:
-        samplers.put_generators(self.loader, start.loader)
+        samplers.put_generators(self.loader, start["loader"])
         own = samplers.chain(self.stock)
-        if len(own) == len(start.samplers):
-            for each, state in zip(own, start.samplers, strict=True):
+        if len(own) == len(start["samplers"]):
+            for each, state in zip(own, start["samplers"], strict=True):
                 samplers.put(each, state)
 
     def _put_generators(self, start: _Start) -> None:
-        samplers.put_generators(self.loader, start.loader)
-        for each, state in zip(samplers.chain(self.stock), start.samplers, strict=True):
+        samplers.put_generators(self.loader, start["loader"])
+        for each, state in zip(samplers.chain(self.stock), start["samplers"], strict=True):
             samplers.put_generators(each, state.get("generators", {}))
 
     def _put_seed(self, state: Mapping[str, Any]) -> None:
@@ -481,7 +487,7 @@ class _AskingCursor(DataCursor):
         return {
             "position": position.state(),
             "start": None,
-            "now": _Start({}, [], None, no_randomness()).state(),
+            "now": {"loader": {}, "samplers": []},
             "random": no_randomness(),
             "own": self._state() if kept is None else kept,
         }
@@ -504,9 +510,6 @@ class _AskingCursor(DataCursor):
                 "one of them"
             )
         return reason
-
-    def put_back(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the loader's own state has its generators."""
 
     def keep(self, fetched: int) -> None:
         self._kept = {each: kept for each, kept in self._kept.items() if each == fetched - 1}
@@ -531,16 +534,16 @@ class Iteration(Iterator[Any]):
         """The batches of its epoch that each rank got before it."""
         self.start: _Start | None = None
         """The origin of its order; None before it has begun."""
-        self.order: Final = DeliveredOrder()
+        self.order: Final = samplers.DeliveredOrder()
         """The order of its samples, and of those delivered before a restart."""
         self.has_begun = False
         self._asked = 0
-        before = cursor.note()
+        before = cursor.note(capture_randomness(_CPU))
         self._left = iter(cursor.stock) if resume is None else iter(())
         self._stock: Any = self._left if resume is None else None
         """The stock sampler's iterator; None before it began, and for redistributed samples."""
         # Samplers draw or count at the first request. One that did so now has begun.
-        if not cursor.note().is_same(before):
+        if not samplers.is_same(cursor.note(capture_randomness(_CPU)), before):
             self.start, self.has_begun = before, True
 
     def __next__(self) -> Any:
@@ -629,28 +632,6 @@ class _FollowedSampler:
     def __reduce__(self) -> Any:
         # A worker that is spawned, or a copy of the loader, gets the stock sampler.
         return _as_it_is, (self.stock,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """The origin of one epoch's order, as its iterator began."""
-
-    loader: dict[str, Any]
-    samplers: list[dict[str, Any]]
-    sequence: dict[str, Any] | None
-    random: torch.Tensor
-
-    def state(self) -> dict[str, Any]:
-        return {"loader": self.loader, "samplers": self.samplers, "sequence": self.sequence}
-
-    def is_same(self, other: _Start) -> bool:
-        return samplers.is_same(
-            {**self.state(), "": self.random}, {**other.state(), "": other.random}
-        )
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], random: torch.Tensor) -> _Start:
-        return cls(state["loader"], state["samplers"], state["sequence"], random)
 
 
 @dataclass(frozen=True, slots=True)

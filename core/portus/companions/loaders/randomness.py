@@ -1,20 +1,19 @@
 """The random number generators of one process as bytes, and back.
 
 Python's, numpy's global one, torch's of the CPU and of one CUDA device: a training loop draws from
-these. Stored as a tensor of plain bytes, so a checkpoint needs no pickle for it.
-
-Each generator is one field: a tag (1 byte), a length (4 bytes, little-endian), and that many
-bytes. The rest of the room is zero. A field that is missing leaves its generator as it is.
+these. Stored as a tensor of plain bytes, so a checkpoint needs no pickle for it: a length (4 bytes,
+little-endian), and a map in MessagePack. The rest of the room is zero. A generator that the map
+does not have stays as it is.
 """
 
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,21 +23,26 @@ RANDOMNESS_BYTES: Final = 16384
 SEED_BYTES: Final = 56
 """The number of bytes that ``seed_inside`` takes."""
 
-_FIELD: Final = struct.Struct("<BI")
-_PYTHON: Final = struct.Struct("<625I?d")
-_NUMPY: Final = struct.Struct("<624II?d")
-_TAG_PYTHON, _TAG_NUMPY, _TAG_TORCH, _TAG_CUDA = 1, 2, 3, 4
-
 
 def capture_randomness(device: torch.device) -> torch.Tensor:
     """Return the state of all generators: (RANDOMNESS_BYTES,), uint8, on the CPU.
 
     device: the one whose CUDA generator is included.
     """
-    # With tags and lengths an older Portus skips fields that it does not know.
-    fields = b"".join(_FIELD.pack(tag, len(data)) + data for tag, data in _states(device))
-    assert len(fields) <= RANDOMNESS_BYTES
-    return torch.frombuffer(bytearray(fields.ljust(RANDOMNESS_BYTES, b"\0")), dtype=torch.uint8)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    numpy = np.random.get_state(legacy=False)
+    # Another bit generator, which a user may have set, stays as it is.
+    if numpy["bit_generator"] == "MT19937":
+        states["numpy"] = numpy
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    data = msgspec.msgpack.encode(states, enc_hook=np.ndarray.tolist)
+    data = len(data).to_bytes(4, "little") + data
+    assert len(data) <= RANDOMNESS_BYTES
+    return _tensor_of(data.ljust(RANDOMNESS_BYTES, b"\0"))
 
 
 def no_randomness() -> torch.Tensor:
@@ -49,17 +53,20 @@ def no_randomness() -> torch.Tensor:
 def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
     """Restore all generators to the moment when ``capture_randomness`` returned ``state``.
 
-    Unknown fields are ignored.
+    Unknown generators are ignored.
     """
     data = state.cpu().numpy().tobytes()
-    place = 0
-    while place + _FIELD.size <= len(data):
-        tag, length = _FIELD.unpack_from(data, place)
-        place += _FIELD.size
-        if tag == 0:
-            return
-        _restore_field(tag, data[place : place + length], device)
-        place += length
+    length = int.from_bytes(data[:4], "little")
+    states = msgspec.msgpack.decode(data[4 : 4 + length]) if length else {}
+    if "python" in states:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(_tensor_of(states["torch"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(_tensor_of(states["cuda"]), device)
 
 
 @contextmanager
@@ -82,32 +89,5 @@ def seed_inside(seed: bytes) -> Iterator[None]:
         torch.set_rng_state(own)
 
 
-def _states(device: torch.device) -> Iterator[tuple[int, bytes]]:
-    version, words, gauss = random.getstate()
-    if version == 3:
-        yield _TAG_PYTHON, _PYTHON.pack(*words, gauss is not None, gauss or 0.0)
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    # Another bit generator, which a user may have set, stays as it is.
-    if name == "MT19937":
-        words = np.asarray(keys).tolist()
-        yield _TAG_NUMPY, _NUMPY.pack(*words, position, bool(has_gauss), cached)
-    yield _TAG_TORCH, torch.get_rng_state().numpy().tobytes()
-    if device.type == "cuda":
-        yield _TAG_CUDA, torch.cuda.get_rng_state(device).numpy().tobytes()
-
-
-def _restore_field(tag: int, data: bytes, device: torch.device) -> None:
-    if tag == _TAG_PYTHON:
-        *words, has_gauss, gauss = _PYTHON.unpack(data)
-        random.setstate((3, tuple(words), gauss if has_gauss else None))
-    elif tag == _TAG_NUMPY:
-        *keys, position, has_gauss, cached = _NUMPY.unpack(data)
-        np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
-    elif tag == _TAG_TORCH:
-        torch.set_rng_state(_bytes(data))
-    elif tag == _TAG_CUDA and device.type == "cuda":
-        torch.cuda.set_rng_state(_bytes(data), device)
-
-
-def _bytes(data: bytes) -> torch.Tensor:
+def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

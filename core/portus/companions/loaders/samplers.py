@@ -1,19 +1,27 @@
 """The origin of a loader's order: the states of its samplers, and the sequences made from them.
 
 Only numbers, texts and tensors are kept, so a checkpoint with them needs no pickle.
+
+A resumed epoch asks its sampler again for the delivered samples. A sampler with its own counter
+gives other samples then, which only a digest of the order reveals. The digest after each of the
+last batches is kept, because loaders request more than they deliver.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import operator
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 _LAYERS_MAX: Final = 8
@@ -216,7 +224,11 @@ def _take(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return json.dumps(generator.getstate())
-    return json.dumps(_bits(generator).state, default=np.ndarray.tolist)
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state(legacy=False)
+    else:
+        state = generator.bit_generator.state
+    return json.dumps(state, default=np.ndarray.tolist)
 
 
 def _set(generator: Any, state: Any) -> None:
@@ -225,21 +237,52 @@ def _set(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         version, words, gauss = json.loads(state)
         generator.setstate((version, tuple(words), gauss))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(json.loads(state))
     else:
-        bits = _bits(generator)
-        bits.state = _arrays(json.loads(state), bits.state)
+        generator.bit_generator.state = json.loads(state)
 
 
-def _bits(generator: Any) -> Any:
-    """Return numpy's bit generator, whose state is a dict."""
-    own = getattr(generator, "bit_generator", None)
-    return generator._bit_generator if own is None else own
+_KEPT: Final = 65536
+"""The most batches that a loader may be ahead of training."""
 
 
-def _arrays(values: Any, like: Any) -> Any:
-    """Return JSON's lists as arrays, where ``like`` has arrays."""
-    if isinstance(like, np.ndarray):
-        return np.array(values, like.dtype)
-    if isinstance(like, dict):
-        return {name: _arrays(values[name], each) for name, each in like.items()}
-    return values
+class DeliveredOrder:
+    """The order of one epoch so far. Samples are numbers, texts, or tuples, arrays and tensors of
+    these; others have no digest."""
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._digests: deque[bytes] = deque([b""], maxlen=_KEPT)
+        self._is_known = True
+
+    def add(self, batch: Any) -> None:
+        """Count one more batch, or sample, in the order in which the sampler gave them."""
+        self._asked += 1
+        said = _bytes_of(batch) if self._is_known else None
+        if said is None:
+            self._is_known = False
+        else:
+            self._digests.append(xxhash.xxh3_64_digest(self._digests[-1] + said))
+
+    def after(self, asked: int) -> str | None:
+        """Return the digest of the first ``asked`` batches, in hex; None if it is not known."""
+        behind = self._asked - asked
+        if not self._is_known or not 0 <= behind < len(self._digests):
+            return None
+        return self._digests[-1 - behind].hex()
+
+
+def _bytes_of(batch: Any) -> bytes | None:
+    try:
+        return _ENCODER.encode(batch)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain value for a number, an array or a tensor."""
+    return value.tolist() if hasattr(value, "tolist") else operator.index(value)
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_plain)
