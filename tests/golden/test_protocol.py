@@ -41,11 +41,11 @@ def kinds(data: bytes) -> list[MessageKind]:
     found = []
     while len(data) >= HEADER.size:
         length, number, _ = HEADER.unpack(data[: HEADER.size])
-        size = HEADER.size + length + said.DIGEST_SIZE
-        if len(data) < size:
-            break
         kind = said.MESSAGES.get(number)
         assert kind is not None
+        size = HEADER.size + length + (said.DIGEST_SIZE if kind.has_digest else 0)
+        if len(data) < size:
+            break
         found.append(kind)
         data = data[size:]
     return found

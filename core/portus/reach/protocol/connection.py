@@ -1,12 +1,12 @@
 """One end of a conversation, without I/O: bytes in, messages out; messages in, bytes out.
 
 A frame is a header of 8 bytes (length of the body, uint32; kind, uint8; a check of these two), a
-body, and a digest of both. ``wanted_bytes`` says how many bytes to feed next, never more than
-belong to this frame. So a reader can receive payload straight into its destination, past this
-object, which is only shown the bytes (``took``).
+body, and a digest of both (``DATA`` has none). ``wanted_bytes`` says how many bytes to feed next,
+never more than belong to this frame. So a reader can receive payload straight into its destination,
+past this object, which is only shown the bytes (``took``).
 
 Digests of tensors do not cover messages: one changed byte on plain tcp made a learning rate 0.925
-instead of 0.125, and the version was committed, loaded and verified. So every frame has a digest.
+instead of 0.125, and the version was committed, loaded and verified. So every message has a digest.
 
 After a ``ProtocolError`` the connection is unusable, and every call says so.
 """
@@ -66,6 +66,7 @@ class Connection:
         self._payload_left = 0
         self._forgotten: int | None = None
         self._owed = 0
+        self._owes_digest = False
         self._broken = ""
         self._came = xxhash.xxh3_128()
         self._went = xxhash.xxh3_128()
@@ -102,23 +103,26 @@ class Connection:
         body = encode(message)
         assert len(body) <= message.kind.body_size_max, f"{message.kind.name}: {len(body)} bytes"
         self._step_local(message.kind)
-        return self._begin_frame(message.kind, len(body)) + body + self._end_frame(body)
+        header = self._begin_frame(message.kind, len(body))
+        self._went.update(body)
+        return header + body + self._went.digest()
 
     def send_payload(self, kind: MessageKind, length: int) -> bytes:
         """Return the header for ``length`` plain bytes, which the caller sends next."""
         assert kind.is_payload
         assert 0 < length <= kind.body_size_max
         self._step_local(kind)
-        self._owed = length
+        self._owed, self._owes_digest = length, kind.has_digest
         return self._begin_frame(kind, length)
 
     def note_sent(self, data: bytes | memoryview) -> bytes:
         """Note that these bytes of payload were sent, and return the bytes to send after them."""
         assert len(data) <= self._owed
         self._owed -= len(data)
-        if self._owed:
-            self._went.update(data)
-        return b"" if self._owed else self._end_frame(data)
+        if not self._owes_digest:
+            return b""
+        self._went.update(data)
+        return b"" if self._owed else self._went.digest()
 
     def forget(self) -> None:
         """Discard the message that is being fed, since there is no memory for it. A
@@ -141,10 +145,11 @@ class Connection:
             raise
 
     def took(self, data: bytes | memoryview) -> None:
-        """Note that these bytes of payload were received; a digest follows the last of a frame."""
+        """Note that these bytes of payload were received. A digest may follow the last."""
         assert len(data) <= self._payload_left
         self._payload_left -= len(data)
-        self._came.update(data)
+        if self._kind is not None:
+            self._came.update(data)
 
     def _complete(self) -> Event | SkippedMessage | None:
         if self._kind is None:
@@ -154,6 +159,7 @@ class Connection:
             self._kind, self._length = kind, length + DIGEST_SIZE
             if kind.is_payload:
                 self._payload_left, self._length = length, DIGEST_SIZE
+                self._kind = kind if kind.has_digest else None
                 self._step(kind)
                 return Payload(kind, length)
         if self._forgotten is not None:
@@ -218,11 +224,6 @@ class Connection:
         header = start + _check(start)
         self._went = xxhash.xxh3_128(header)
         return header
-
-    def _end_frame(self, data: bytes | memoryview) -> bytes:
-        """Return the bytes to send after the last bytes of a body."""
-        self._went.update(data)
-        return self._went.digest()
 
     def _step(self, kind: MessageKind) -> None:
         self.state = NEXT[self.state, kind]

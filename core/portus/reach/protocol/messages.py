@@ -31,7 +31,7 @@ from portus.errors import (
 )
 from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
-VERSION: Final = 8
+VERSION: Final = 9
 """The version of the protocol. A host refuses a greeting of another version, and names this one."""
 
 MAGIC: Final = "portus"
@@ -499,9 +499,14 @@ class Bye(Message, frozen=True):
 
 Said = Hello | Message
 
-DATA: Final = MESSAGES.payload(7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOAD_SIZE_MAX)
-"""The bytes of an offer, which the client sends on a stream."""
-BYTES: Final = MESSAGES.payload(74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX)
+DATA: Final = MESSAGES.payload(
+    7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOAD_SIZE_MAX, has_digest=False
+)
+"""The bytes of an offer, which the client sends on a stream. Both ends compare the digests of their
+units before they count: a digest of the frame would hash each byte twice."""
+BYTES: Final = MESSAGES.payload(
+    74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX, has_digest=True
+)
 """The bytes of a read."""
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -52,13 +52,15 @@ _WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
 @dataclass(frozen=True, slots=True, eq=False)
 class MessageKind:
     """The declaration of a message. ``body_size_max``: bytes of a body, at most. ``type``: the
-    class of its bodies; None if these are plain bytes."""
+    class of its bodies; None if these are plain bytes. ``has_digest``: False if others check them.
+    """
 
     number: int
     name: str
     moves: Moves
     body_size_max: int
     type: type[Any] | None = None
+    has_digest: bool = True
 
     @property
     def from_client(self) -> bool:
@@ -114,9 +116,11 @@ class Vocabulary:
             raise AssertionError(f"message {name}: {number} is no number of a host's message")
         return self._declaration(number, name, moves)
 
-    def payload(self, number: int, name: str, moves: Moves, body_size_max: int) -> MessageKind:
+    def payload(
+        self, number: int, name: str, moves: Moves, body_size_max: int, *, has_digest: bool
+    ) -> MessageKind:
         """Declare frames of plain bytes."""
-        return self._add(MessageKind(number, name, moves, body_size_max))
+        return self._add(MessageKind(number, name, moves, body_size_max, None, has_digest))
 
     def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
         """Return the state that follows each state and message, sorted by the state before."""

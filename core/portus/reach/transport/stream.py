@@ -247,7 +247,7 @@ class Link:
                     # Hashed and sent from a copy: the source may change between the two (V2).
                     hasher.warm[: len(piece)] = piece
                     piece = hasher.warm[: len(piece)]
-                    self._hash(piece, hasher)
+                    hasher.update(piece)
                 self._put(piece)
                 self._put(memoryview(self.connection.note_sent(piece)))
 
@@ -259,38 +259,25 @@ class Link:
         """
         done = 0
         while done < len(target):
-            self.expect_payload()
+            if not self.connection.payload_left:
+                event = self.receive()
+                if not isinstance(event, Payload):
+                    raise UnexpectedMessageError(event)
             length = min(self.connection.payload_left, len(target) - done, PIECE)
-            piece = target[done : done + length]
+            piece, came = target[done : done + length], 0
             with self._or_end():
-                self._get_into(piece)
-            self._hash(piece, hasher)
-            with self._or_end():
-                self._took(piece)
+                while came < length:
+                    # One call fills as much as arrives before the short wait ends.
+                    came += self._receive_some(piece[came:], socket.MSG_WAITALL)
+                start_s = time.perf_counter()
+                if hasher is not None:
+                    hasher.update(piece)
+                self.connection.took(piece)
+                self.hash_s += time.perf_counter() - start_s
+                while self.connection.digest_due:
+                    self.connection.feed(self._get(self.connection.wanted_bytes))
             self.taken += length
             done += length
-
-    def _took(self, piece: memoryview) -> None:
-        """Note a piece of payload. At the end of its frame, check the frame against its digest."""
-        start = time.perf_counter()
-        self.connection.took(piece)
-        self.hash_s += time.perf_counter() - start
-        while self.connection.digest_due:
-            self.connection.feed(self._get(self.connection.wanted_bytes))
-
-    def _hash(self, piece: memoryview, hasher: _Hasher | None) -> None:
-        if hasher is not None:
-            start = time.perf_counter()
-            hasher.update(piece)
-            self.hash_s += time.perf_counter() - start
-
-    def expect_payload(self) -> None:
-        """Return when payload is due. Raise ``UnexpectedMessageError`` if a message comes
-        instead."""
-        if not self.connection.payload_left:
-            event = self.receive()
-            if not isinstance(event, Payload):
-                raise UnexpectedMessageError(event)
 
     def close(self) -> None:
         """Close the socket, and wake a thread that waits in a call of this link. A second call does
@@ -375,12 +362,6 @@ class Link:
     def _get(self, length: int, limit_s: float | None = None) -> memoryview:
         data = memoryview(bytearray(length))
         return data[: self._receive_some(data, 0, limit_s)]
-
-    def _get_into(self, target: memoryview) -> None:
-        done = 0
-        while done < len(target):
-            # One call fills as much as arrives before the short wait ends.
-            done += self._receive_some(target[done:], socket.MSG_WAITALL)
 
     def _receive_some(self, target: memoryview, flags: int, limit_s: float | None = None) -> int:
         since_s = time.monotonic()
@@ -529,38 +510,33 @@ def give(
         stop.add(batch.size)
 
 
-def take(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
-    """Fill segments of this process with payload, and note the digests of what arrived."""
-    scratch = np.empty(min(GATHER, segments.size), np.uint8)
-    for batch in segments.batches(GATHER):
-        stop.check()
-        if _is_small(batch):
-            link.fill(scratch.data[: batch.size], None)
-            there = replace(batch, address=_lay_out(batch, scratch))
-            best_engine().move(there, batch.address, digests, stop)
-            continue
-        hasher = _Hasher(digests, scratch.data)
-        for unit, address, _, length in _rows(batch):
-            link.fill(memory(address, length), hasher.of(unit))
-            hasher.note()
-        stop.add(batch.size)
-
-
-def take_into(link: Link, medium: Medium, segments: Segments, digests: Digests) -> None:
-    """Receive payload straight into a pool, where it has addresses. Note the digests of what
-    arrived there."""
+def take(
+    link: Link,
+    segments: Segments,
+    digests: Digests,
+    stop: Stop,
+    medium: Medium | None = None,
+) -> None:
+    """Fill segments with payload, and note the digests of what arrived there: segments of this
+    process, or of ``medium``, a pool, straight where it has addresses."""
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
     for batch in segments.batches(len(scratch)):
+        stop.check()
         if _is_small(batch) and batch.size <= len(scratch):
             link.fill(scratch.data[: batch.size], None)
-            rows = np.unique(batch.row)
-            digests[rows] = copy(medium, batch.sources_at(_lay_out(batch, scratch)), Stop())
+            place = _lay_out(batch, scratch)
+            if medium is None:
+                there = replace(batch, address=place)
+                best_engine().move(there, batch.address, digests, stop)
+            else:
+                digests[np.unique(batch.row)] = copy(medium, batch.sources_at(place), stop)
             continue
         hasher = _Hasher(digests, scratch.data)
-        for unit, _, offset, length in _rows(batch):
-            for place in _places(medium, scratch.data, offset, length):
-                link.fill(place, hasher.of(unit))
+        for unit, address, offset, length in _rows(batch):
+            for target in _places(medium, scratch.data, address, offset, length):
+                link.fill(target, hasher.of(unit))
             hasher.note()
+        stop.add(batch.size)
 
 
 def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:
@@ -614,20 +590,24 @@ class _Hasher:
             self._crcs[self._row] = self._crc
 
 
-def _places(medium: Medium, scratch: memoryview, offset: int, length: int) -> Iterator[memoryview]:
-    """Yield memory for the bytes of a pool at ``offset``: its own addresses, or a buffer, which is
-    stored when the caller asks for the next."""
-    if isinstance(medium, MappedMedium):
+def _places(
+    medium: Medium | None, scratch: memoryview, address: int, offset: int, length: int
+) -> Iterator[memoryview]:
+    """Yield memory for the bytes of a segment: of this process, of the pool where it has addresses,
+    or a buffer, which is stored when the caller asks for the next."""
+    if medium is None:
+        yield memory(address, length)
+    elif isinstance(medium, MappedMedium):
         run = Extent(offset, length)
         try:
             yield memory(medium.address(run), length)
         finally:
             medium.wrote(run)
-        return
-    for start in range(0, length, len(scratch)):
-        piece = scratch[: length - start]
-        yield piece
-        medium.store(offset + start, piece)
+    else:
+        for start in range(0, length, len(scratch)):
+            piece = scratch[: length - start]
+            yield piece
+            medium.store(offset + start, piece)
 
 
 def _is_small(batch: Segments) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from portus.engine.copying.local import check
-from portus.engine.copying.segments import Column, Digests, Sources, cut
+from portus.engine.copying.segments import Column, Digests, Sources, Stop, cut
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.settings.keep import Keep, check_metrics
@@ -32,7 +32,7 @@ from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import Pointer, VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, unpack_map
-from portus.reach.transport.stream import UnexpectedMessageError, drain, take_into
+from portus.reach.transport.stream import UnexpectedMessageError, drain, take
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
@@ -274,7 +274,7 @@ def _pull(guest: Guest, moved: Sources) -> Digests:
     if segments.size:
         link.send(said.Pull())
     try:
-        take_into(link, guest.writer.medium, segments, digests)
+        take(link, segments, digests, Stop(), guest.writer.medium)
     except (MediumError, CorruptionError):
         drain(link, segments.size - (link.taken - before))
         raise
