@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from portus.errors import BusyError, UsageError
-from portus.reach.media.lock import FileLocks, LockTable, ProcessLocks
+from portus.reach.media.lock import FileLocks, ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.testing.contract import assert_raises
 
@@ -186,10 +186,19 @@ class TestFileLocks(LocksContract):
         return locks
 
 
-class TestProcessLocks(LocksContract):
-    @pytest.fixture(autouse=True)
-    def table(self) -> None:
-        self.shared = LockTable()
-
-    def open_locks(self, holder: str) -> Locks:
-        return ProcessLocks(self.shared, holder=holder)
+def test_pins_within_a_process_are_counted_and_end_with_the_locks() -> None:
+    locks = ProcessLocks()
+    locks.acquire_writer(0)
+    assert not locks.has_writer()
+    locks.pin(3)
+    locks.pin(3)
+    locks.pin(5)
+    locks.unpin(3)
+    locks.unpin(5)
+    assert [locks.is_pinned(version) for version in (3, 5)] == [True, False]
+    assert locks.pins() == {3}
+    for version in (-1, 1 << 62):
+        with pytest.raises(UsageError):
+            locks.pin(version)
+    locks.close()
+    assert locks.pins() == set()

@@ -150,7 +150,7 @@ class TestMemory(MappedMediumContract):
 
     def _start(self, medium: Medium) -> int:
         assert isinstance(medium, Memory)
-        return medium.space.start
+        return medium.space.addresses.start
 
     def test_it_is_volatile(self, medium: Medium) -> None:
         assert medium.info.volatile

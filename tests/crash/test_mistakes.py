@@ -25,7 +25,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.index.roots import format_superblock
 from portus.reach.index.space import Runs
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import FileSystem, Locks
 from tests.crash.trainer import (
     POOL,
@@ -269,11 +269,11 @@ class BlindLocks(ProcessLocks):
 class Reading(Trainer):
     """A process in which somebody reads, while others save and retire."""
 
-    new_locks: Callable[[LockTable], Locks] = ProcessLocks
+    new_locks: Callable[[], ProcessLocks] = ProcessLocks
 
     def locks(self) -> Locks:
-        self.table = LockTable()
-        return type(self).new_locks(self.table)
+        self.shared = type(self).new_locks()
+        return self.shared
 
 
 class PinIgnored(Reading):
@@ -283,8 +283,7 @@ class PinIgnored(Reading):
 def save_while_read(trainer: Trainer) -> None:
     assert isinstance(trainer, Reading)
     trainer.save()
-    locks = ProcessLocks(trainer.table)
-    reader = PoolReader(trainer.files.open(POOL, writable=False), locks)
+    reader = PoolReader(trainer.files.open(POOL, writable=False), trainer.shared)
     [version] = trainer.ids("a", trainer.steps())
     with reader.pin(version) as entry:
         save_and_retire(trainer)

@@ -20,6 +20,7 @@ ONE_IMPLEMENTATION = {
     "core/portus/engine/pipeline/plan.py: Previous": "of pools, which the engine may not import",
     "core/portus/engine/writer/image_file.py: DurableFiles": "of publishers, on a floor above",
     "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
+    "core/portus/reach/media/space.py: Space": "tests replace the memory, which crashes",
     "core/portus/reach/transport/one_sided.py: Pair": "tests replace the network card",
     "core/portus/testing/adapter.py: Trains": "whoever writes an adapter implements it",
 }

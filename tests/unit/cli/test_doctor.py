@@ -22,7 +22,7 @@ from portus.cli import doctor, loopback
 from portus.cli.doctor import adapters, measure
 from portus.cli.loopback import PLACES, SIZE, count_misplaced
 from portus.cli.machine import Machine, MachineFinding
-from portus.engine.media.file_system import file_system_of
+from portus.engine.media.file_calls import file_system_of
 from portus.engine.spec import PAGE
 from portus.engine.writer.staged_way import set_direct
 from portus.engine.writer.ways import MEASURED_MIN

@@ -27,7 +27,7 @@ from portus.reach.daemon.counters import TIMED
 from portus.reach.daemon.main import parse_listen, prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.pools import parse_size
-from portus.reach.daemon.server import _answers, open_listener
+from portus.reach.daemon.server import _is_dead_socket, open_listener
 from portus.reach.index.directory import open_reader
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
@@ -520,7 +520,7 @@ def test_a_socket_that_a_killed_host_left_is_replaced_and_nothing_else_is(tmp_pa
             listening_at(tmp_path / name)
     assert (tmp_path / "file").read_text() == "kept"
     with listening_at(tmp_path / "socket"):
-        assert _answers(str(tmp_path / "socket"))
+        assert not _is_dead_socket(str(tmp_path / "socket"))
     assert (tmp_path / "socket").is_socket()
     with listening_at(tmp_path / "socket"):
         pass

@@ -41,9 +41,9 @@ from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
+from portus.reach.protocol.connection import NEXT
 from portus.reach.protocol.messages import Said, pack_column, pack_map, pack_pairs
 from portus.reach.protocol.proof import proof_of_client, proof_of_host
-from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from portus.reach.transport.budget import FREE
 from portus.reach.transport.dial import Credentials, dial, error_of, read_secret

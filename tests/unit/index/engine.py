@@ -14,7 +14,7 @@ from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
 from tests.contents import table
 
@@ -23,12 +23,12 @@ def writer(size: int = DATA_START, **options: int) -> PoolWriter:
     """A writer of a fresh pool in memory."""
     medium = Memory(size)
     format_pool(medium)
-    return PoolWriter(medium, ProcessLocks(LockTable()), **options)
+    return PoolWriter(medium, ProcessLocks(), **options)
 
 
-def reader_of(pool: PoolReader, table: LockTable | None = None) -> PoolReader:
+def reader_of(pool: PoolReader) -> PoolReader:
     """A reader of the same medium, with locks of its own."""
-    return PoolReader(pool.medium, ProcessLocks(table or LockTable()))
+    return PoolReader(pool.medium, ProcessLocks())
 
 
 def save(

@@ -38,7 +38,7 @@ from portus.reach.index.records import (
     read,
 )
 from portus.reach.index.roots import Root, read_roots, read_superblock, store_root
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
 
 OPENED: list[Memory] = []
@@ -56,15 +56,15 @@ class Pool:
     def __init__(self) -> None:
         self.medium = Memory(DATA_START)
         OPENED.append(self.medium)
-        self.table = LockTable()
+        self.locks = ProcessLocks()
         format_pool(self.medium)
         self.writer = self.open()
 
     def open(self) -> PoolWriter:
-        return PoolWriter(self.medium, ProcessLocks(self.table))
+        return PoolWriter(self.medium, self.locks)
 
     def open_reader(self) -> PoolReader:
-        return PoolReader(self.medium, ProcessLocks(self.table))
+        return PoolReader(self.medium, self.locks)
 
     def reopen(self) -> None:
         self.writer.locks.close()

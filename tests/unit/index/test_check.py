@@ -47,7 +47,7 @@ from tests.unit.index.pools import OPENED, Edit, Forger, Pool, close_all, save
 
 
 def found(pool: Pool, *, data: bool = True) -> list[Finding]:
-    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    reader = PoolReader(pool.medium, pool.locks)
     return check(reader, data=data)
 
 
@@ -403,7 +403,7 @@ def test_bytes_that_changed_are_named_with_tensor_and_place(pool: Pool) -> None:
 def test_bytes_that_versions_share_are_read_once(pool: Pool) -> None:
     told: list[tuple[int, int]] = []
     check(
-        PoolReader(pool.medium, ProcessLocks(pool.table)),
+        PoolReader(pool.medium, pool.locks),
         progress=lambda done, total: told.append((done, total)),
     )
     total = 5000 + 10 + 10 + 9000
@@ -741,7 +741,7 @@ def small() -> Pool:
 def listing(pool: Pool) -> object:
     """All that a reader sees, bytes included; or the error that it gets."""
     try:
-        reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+        reader = PoolReader(pool.medium, pool.locks)
         seen: list[object] = []
         for entry in reader.catalogue().entries():
             record = reader.record(entry)
@@ -824,7 +824,7 @@ def test_a_version_retired_while_it_is_checked_is_passed_over(pool: Pool) -> Non
             pool.medium.store(place.offset, b"somebody else's")
         told.append(done)
 
-    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    reader = PoolReader(pool.medium, pool.locks)
     assert check(reader, progress=overwrite) == []
     assert told[-1] > 0
 
@@ -848,7 +848,7 @@ def test_a_version_that_is_checked_keeps_its_pages(pool: Pool) -> None:
     def only_big(info: object) -> bool:
         return info == big.info
 
-    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    reader = PoolReader(pool.medium, pool.locks)
     assert check(reader, progress=retire, only=only_big) == []
     assert len(told) > 2
 
@@ -900,7 +900,7 @@ def test_commits_between_any_two_loads_are_not_mistaken_for_damage() -> None:
             pool.writer.release(room)
 
         medium = Interrupted(pool.medium, place, replace_all)
-        assert check(PoolReader(medium, ProcessLocks(pool.table))) == [], f"load {place}"
+        assert check(PoolReader(medium, pool.locks)) == [], f"load {place}"
         loads = medium.loads
         close_all()
     assert place > 25
@@ -946,7 +946,7 @@ def test_only_the_versions_asked_for_are_looked_at(pool: Pool) -> None:
     for place in (0, 1):
         record = pool.writer.record(pool.entry("a", place))
         flip(pool.medium, record.storage_extents(1)[0].offset)
-    reader = PoolReader(pool.medium, ProcessLocks(pool.table))
+    reader = PoolReader(pool.medium, pool.locks)
     findings = check(reader, only=lambda info: info.step == 1)
     assert len(findings) == 1
     assert "step 1" in findings[0].where

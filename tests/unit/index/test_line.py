@@ -18,7 +18,7 @@ from portus.reach.index.check import check
 from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change
 from portus.reach.index.pool import PoolWriter, format_pool
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
 from tests.unit.index.engine import save
 
@@ -42,7 +42,7 @@ class Counting(Memory):
 def pool() -> PoolWriter:
     medium = Counting(DATA_START)
     format_pool(medium)
-    made = PoolWriter(medium, ProcessLocks(LockTable()))
+    made = PoolWriter(medium, ProcessLocks())
     made.release(made.reserve(1 << 20))  # growth takes the turn too
     return made
 
@@ -101,7 +101,7 @@ def test_those_that_wait_share_two_persists(pool: PoolWriter) -> None:
     assert pool.catalogue().root.sequence == sequence + 1
     assert len(pool.catalogue().ids()) == 1 + CLIENTS
     assert check(pool) == []
-    again = PoolWriter(pool.medium, ProcessLocks(LockTable()))
+    again = PoolWriter(pool.medium, ProcessLocks())
     assert again.catalogue().models == pool.catalogue().models
 
 

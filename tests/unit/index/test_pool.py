@@ -24,7 +24,7 @@ from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.roots import read_roots
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import FileLocks, ProcessLocks
 from portus.reach.media.memory import Memory
 from tests.moments import at
 from tests.unit.index.engine import reader_of, save, stored, writer
@@ -73,7 +73,7 @@ def test_committed_bytes_stay_while_others_come_and_go() -> None:
         for version, (name, expected) in alive.items():
             assert found[version].info.model == name
             assert stored(pool, pool.record(found[version])) == expected
-    again = PoolWriter(pool.medium, ProcessLocks(LockTable()))
+    again = PoolWriter(pool.medium, ProcessLocks())
     assert again.catalogue().models == pool.catalogue().models
     assert again.free_bytes() == pool.free_bytes(), "free space is derived, so nothing leaks (V10)"
 
@@ -91,7 +91,7 @@ def test_space_of_a_retired_version_is_used_again_and_the_pool_does_not_grow() -
 def test_no_two_commits_write_one_page() -> None:
     medium = _Recorded(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    pool = PoolWriter(medium, ProcessLocks())
     pages: list[set[int]] = []
     for step in range(10):
         medium.stored.clear()
@@ -104,12 +104,12 @@ def test_no_two_commits_write_one_page() -> None:
 
 
 def test_a_pinned_version_keeps_its_space_after_it_was_retired() -> None:
-    table = LockTable()
+    locks = ProcessLocks()
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(table))
+    pool = PoolWriter(medium, locks)
     first = save(pool, [b"first" * 1000])
-    reader = PoolReader(medium, ProcessLocks(table))
+    reader = PoolReader(medium, locks)
     with reader.pin(first.info.id) as entry:
         record = reader.record(entry)
         last = [first.info.id]
@@ -143,18 +143,18 @@ def test_who_reads_for_long_ends_where_there_is_no_other_room() -> None:
 
 
 def test_a_writer_that_opens_leaves_alone_what_a_reader_pins_since_the_writer_before_it() -> None:
-    table = LockTable()
+    locks = ProcessLocks()
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(table))
+    pool = PoolWriter(medium, locks)
     first = save(pool, [b"first" * 1000])
-    reader = PoolReader(medium, ProcessLocks(table))
+    reader = PoolReader(medium, locks)
     with reader.pin(first.info.id) as entry:
         record = reader.record(entry)
         pool.retire([first.info.id])
         save(pool, [b"second"])
         pool.locks.release_writer()  # killed; only the reader knows of the first version now
-        again = PoolWriter(medium, ProcessLocks(table))
+        again = PoolWriter(medium, locks)
         last: list[int] = []
         for step in range(6):
             last = [save(again, [bytes([step]) * 5000], step=step, retire=last).info.id]
@@ -274,11 +274,11 @@ class Asked(ProcessLocks):
 
 
 def test_who_holds_all_the_space_is_said_while_a_reader_lets_go() -> None:
-    locks = Asked(table := LockTable())
+    locks = Asked()
     pool = PoolWriter(writer().medium, locks, max_bytes=DATA_START + (4 << 20))
     first = save(pool, [b"read"]).info.id
     reading = contextlib.ExitStack()
-    reading.enter_context(PoolReader(pool.medium, ProcessLocks(table)).pin(first))
+    reading.enter_context(PoolReader(pool.medium, locks).pin(first))
     pool.retire([first])
     for _ in range(2):
         save(pool, [b"kept"])
@@ -315,7 +315,7 @@ taken: list[list[Extent]] = []
 def test_space_that_was_added_for_one_may_be_taken_by_another() -> None:
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = Contended(medium, ProcessLocks(LockTable()))
+    pool = Contended(medium, ProcessLocks())
     taken.clear()
     taken.append(pool.reserve(4 << 20))
     assert len(taken) == 3
@@ -367,7 +367,7 @@ def test_what_a_first_commit_left_in_its_slot_is_gone_once_somebody_opens() -> N
     medium = Memory(DATA_START)
     format_pool(medium)
     medium.store(SLOT_OFFSETS[1] + 64, b"the second line of a root that was only tried")
-    PoolWriter(medium, ProcessLocks(LockTable()))
+    PoolWriter(medium, ProcessLocks())
     found = bytearray(SLOT.size)
     medium.load(SLOT_OFFSETS[1], memoryview(found))
     assert not any(found)
@@ -377,9 +377,9 @@ def test_no_pool_at_all_is_said() -> None:
     medium = Memory(DATA_START)
     medium.store(0, b"GGUF" + bytes(100))
     with pytest.raises(CorruptionError, match="not a Portus pool"):
-        PoolReader(medium, ProcessLocks(LockTable()))
+        PoolReader(medium, ProcessLocks())
     with pytest.raises(CorruptionError, match="truncated"):
-        PoolReader(Memory(100), ProcessLocks(LockTable()))
+        PoolReader(Memory(100), ProcessLocks())
 
 
 def test_a_newer_format_is_refused_and_says_upgrade(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,14 +390,14 @@ def test_a_newer_format_is_refused_and_says_upgrade(monkeypatch: pytest.MonkeyPa
     format_pool(medium)
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"newer Portus.*Upgrade"):
-        PoolReader(medium, ProcessLocks(LockTable()))
+        PoolReader(medium, ProcessLocks())
 
 
 @pytest.mark.parametrize("text", ["a\0b\x01", "\udcff", "one\ntwo\r\u202e", "x" * 600])
 def test_whatever_a_client_says_of_its_failure_the_pool_stays_sound(text: str) -> None:
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    pool = PoolWriter(medium, ProcessLocks())
     holder = read_holder(medium)
     store_failure(medium, text)
     assert check(pool) == []
@@ -406,16 +406,20 @@ def test_whatever_a_client_says_of_its_failure_the_pool_stays_sound(text: str) -
     assert len(read_failure(medium)) > 0
 
 
-def test_a_second_writer_is_refused_with_the_holder_named() -> None:
-    table = LockTable()
+def test_a_second_writer_is_refused_with_the_holder_named(tmp_path: Path) -> None:
+    file = tmp_path / "pool"
+    file.touch()
+    first, second = (FileLocks(str(file), writable=True) for _ in range(2))
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(table))
+    pool = PoolWriter(medium, first)
     with pytest.raises(BusyError):
-        PoolWriter(medium, ProcessLocks(table), timeout_s=0.05)
+        PoolWriter(medium, second, timeout_s=0.05)
     assert "pid" in read_holder(medium)
     pool.locks.release_writer()
-    PoolWriter(medium, ProcessLocks(table), timeout_s=0.05)
+    PoolWriter(medium, second, timeout_s=0.05)
+    first.close()
+    second.close()
 
 
 def test_a_truncated_pool_is_corruption_and_not_a_crash() -> None:
@@ -426,7 +430,7 @@ def test_a_truncated_pool_is_corruption_and_not_a_crash() -> None:
     pool.medium.load(0, data)
     short.store(0, data)
     with pytest.raises(CorruptionError, match="truncated"):
-        PoolReader(short, ProcessLocks(LockTable())).catalogue()
+        PoolReader(short, ProcessLocks()).catalogue()
 
 
 def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
@@ -439,7 +443,7 @@ def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
     medium = Memory(DATA_START)
     medium.space.drain = sync  # type: ignore[method-assign]
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(LockTable()))
+    pool = PoolWriter(medium, ProcessLocks())
     record = save(pool, [b"old"])
     failing[0] = True
     with pytest.raises(MediumError):
@@ -455,17 +459,17 @@ def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
 def test_readers_of_a_busy_writer_never_see_wrong_bytes() -> None:
     import threading
 
-    table = LockTable()
+    locks = ProcessLocks()
     medium = Memory(DATA_START)
     format_pool(medium)
-    pool = PoolWriter(medium, ProcessLocks(table))
+    pool = PoolWriter(medium, locks)
     last = [save(pool, [b"\0" * 40000]).info.id]
     done = threading.Event()
     reads, stale = [0], [0]
     wrong: list[str] = []
 
     def read() -> None:
-        reader = PoolReader(medium, ProcessLocks(table))
+        reader = PoolReader(medium, locks)
         while not done.is_set():
             (entry,) = reader.catalogue().entries()
             try:

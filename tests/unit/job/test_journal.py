@@ -22,7 +22,7 @@ from portus.companions.job.journal import SIZE_MAX, Journal
 from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Head, IntervalDecided, Saved, encode
 from portus.engine.fence import fence
-from portus.engine.media.file_system import FileSystemTraits, file_system_of
+from portus.engine.media.file_calls import FileSystemTraits, file_system_of
 from portus.reach.index.journals import journals_in, pages, read
 from portus.reach.media import local
 from portus.reach.pools.checkpointer import PoolCheckpointer

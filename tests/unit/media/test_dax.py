@@ -12,7 +12,7 @@ import pytest
 
 from portus.engine.media.addresses import AddressRange
 from portus.engine.media.base import PLAIN_FILE
-from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.file_calls import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
@@ -20,7 +20,6 @@ from portus.reach.media.dax import (
     DaxDevice,
     DaxFile,
     DeviceFacts,
-    MappedSpace,
     accepts_map_sync,
     device_facts,
     is_device,
@@ -131,7 +130,7 @@ def noted(directory: Path, kind: str, cpu: Noting) -> DaxFile | DaxDevice:
             Descriptor(path, os.O_RDWR), FileSystemTraits(volatile=False, early=False), cpu=cpu
         )
     facts = DeviceFacts(path, 16 * PAGE, PAGE, volatile=False)
-    return DaxDevice(MappedSpace(facts, writable=True, cpu=cpu), facts, writable=True, size=PAGE)
+    return DaxDevice(facts, writable=True, cpu=cpu, size=PAGE)
 
 
 @pytest.mark.parametrize("kind", ["file", "device"])

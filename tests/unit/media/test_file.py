@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from portus.engine.media.base import PLAIN_FILE, Medium
-from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.file_calls import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError

@@ -28,7 +28,7 @@ from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.settings.keep import Keep
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
-from portus.reach.media.lock import LockTable, ProcessLocks
+from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
 from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
@@ -106,7 +106,7 @@ class Bench:
     def __init__(self, medium: Memory | None = None) -> None:
         self.medium = medium or Memory(DATA_START)
         format_pool(self.medium)
-        self.pool = PoolWriter(self.medium, ProcessLocks(LockTable()))
+        self.pool = PoolWriter(self.medium, ProcessLocks())
         self.before: PreviousVersion | None = None
         self.guilty: list[int] = []
         self.keep: Keep | None = None

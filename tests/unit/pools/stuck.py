@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.file_calls import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import Extent
 from portus.reach.index.directory import (

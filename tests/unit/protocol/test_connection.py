@@ -8,13 +8,19 @@ import pytest
 from hypothesis import strategies as st
 
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.connection import HEADER, Connection, Event, Payload, SkippedMessage
+from portus.reach.protocol.connection import (
+    HEADER,
+    NEXT,
+    Connection,
+    Event,
+    Payload,
+    SkippedMessage,
+)
 from portus.reach.protocol.messages import (
     ProtocolError,
     Said,
     pack_column,
 )
-from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
 from tests.unit.protocol.examples import EXAMPLES, LEAST, TOKEN, header
 

@@ -7,8 +7,8 @@ from portus.engine.format import checksum
 from portus.errors import UsageError
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
+from portus.reach.protocol.connection import NEXT, table
 from portus.reach.protocol.proof import equal, proof_of_client, proof_of_host
-from portus.reach.protocol.session import NEXT, table
 from portus.reach.protocol.vocabulary import Phase
 
 

@@ -24,8 +24,7 @@ from portus.engine.copying.segments import Stop, StoppedError
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.media import linux
-from portus.engine.media.file_calls import write_all
-from portus.engine.media.file_system import file_system_of
+from portus.engine.media.file_calls import file_system_of, write_all
 from portus.engine.state.pickling import PickledState, pickle_state
 from portus.engine.writer import crc, image_file, staged_way
 from portus.engine.writer.cached_way import CachedWay

@@ -49,7 +49,8 @@ LOCAL_TYPES: Final = frozenset(
 )
 """File systems whose files only this kernel opens."""
 
-_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_pointer = ctypes.c_void_p
+_MAP_FAILED: Final = _pointer(-1).value
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
@@ -68,10 +69,10 @@ def map_pages(
     address: int, length: int, protection: int, flags: int, place: tuple[int, int]
 ) -> int:
     """Call mmap(2), and return the address. ``place``: (descriptor, file offset), or (-1, 0)."""
-    call = _libc().mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-    result = call(address, length, protection, flags, *place)
+    call, (number, offset) = _libc().mmap, place
+    call.restype = _pointer
+    size = ctypes.c_size_t(length)
+    result = call(_pointer(address), size, protection, flags, number, ctypes.c_int64(offset))
     if result == _MAP_FAILED:
         raise _error()
     return int(result)
@@ -79,30 +80,21 @@ def map_pages(
 
 def unmap_pages(address: int, length: int) -> None:
     """Call munmap(2)."""
-    call = _libc().munmap
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    if call(address, length) != 0:
-        raise _error()
+    _do("munmap", _pointer(address), ctypes.c_size_t(length))
 
 
 def move_pages(address: int, length: int, target: int) -> None:
     """Call mremap(2): move these pages to ``target``, in place of the mapping there."""
-    call = _libc().mremap
-    call.restype = ctypes.c_void_p
-    call.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-        *(ctypes.c_int, ctypes.c_void_p),
-    ]
-    if call(address, length, length, MREMAP_MAYMOVE | MREMAP_FIXED, target) == _MAP_FAILED:
+    call, size = _libc().mremap, ctypes.c_size_t(length)
+    call.restype = _pointer
+    flags = MREMAP_MAYMOVE | MREMAP_FIXED
+    if call(_pointer(address), size, size, flags, _pointer(target)) == _MAP_FAILED:
         raise _error()
 
 
 def advise_pages(address: int, length: int, advice: int) -> None:
     """Call madvise(2)."""
-    call = _libc().madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if call(address, length, advice) != 0:
-        raise _error()
+    _do("madvise", _pointer(address), ctypes.c_size_t(length), advice)
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
@@ -110,9 +102,8 @@ def start_writeback(descriptor: int, offset: int, length: int) -> None:
 
     May block for a moment while the device's queue is full.
     """
-    call = _libc().sync_file_range
-    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-    call(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
+    span = (ctypes.c_int64(offset), ctypes.c_int64(length))
+    _libc().sync_file_range(descriptor, *span, _SYNC_FILE_RANGE_WRITE)
 
 
 def allocate(descriptor: int, offset: int, length: int) -> None:
@@ -120,19 +111,13 @@ def allocate(descriptor: int, offset: int, length: int) -> None:
 
     EOPNOTSUPP where the file system (or this platform) cannot.
     """
-    call = getattr(_libc(), "fallocate", None) if sys.platform == "linux" else None
-    if call is None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     end, piece_max = offset + length, _ALLOCATE_MAX
     while offset < end:
         piece = min(end - offset, piece_max)
-        if call(descriptor, 0, offset, piece) == 0:
+        if _fallocate(descriptor, 0, offset, piece):
             offset += piece
-        elif ctypes.get_errno() == errno.EINTR:
-            piece_max = max(piece_max // 4, _ALLOCATE_MIN)
         else:
-            raise _error()
+            piece_max = max(piece_max // 4, _ALLOCATE_MIN)
 
 
 def punch(descriptor: int, offset: int, length: int) -> None:
@@ -140,13 +125,19 @@ def punch(descriptor: int, offset: int, length: int) -> None:
 
     EOPNOTSUPP where the file system (or this platform) cannot.
     """
-    call = getattr(_libc(), "fallocate", None) if sys.platform == "linux" else None
-    if call is None:
+    while not _fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length):
+        pass
+
+
+def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> bool:
+    """Return False if a signal interrupted the call."""
+    if sys.platform != "linux":
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    while call(descriptor, _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
-        if ctypes.get_errno() != errno.EINTR:
-            raise _error()
+    try:
+        _do("fallocate", descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length))
+    except InterruptedError:
+        return False
+    return True
 
 
 def holes(descriptor: int, size: int) -> list[tuple[int, int]]:
@@ -294,6 +285,12 @@ def shared_mappings(maps: int, start: int, end: int) -> list[tuple[int, int]]:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def _do(name: str, *arguments: object) -> None:
+    """Call a function that returns 0. Raise ``OSError`` if it returns anything else."""
+    if getattr(_libc(), name)(*arguments) != 0:
+        raise _error()
 
 
 def _error() -> OSError:

@@ -32,8 +32,7 @@ from portus.engine.copying.segments import (
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image, Literal
 from portus.engine.media import linux
-from portus.engine.media.file_calls import OUT_OF_SPACE, advice
-from portus.engine.media.file_system import file_system_of
+from portus.engine.media.file_calls import OUT_OF_SPACE, advice, file_system_of
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Feed, Previous
 from portus.engine.pipeline.request import SaveRequest

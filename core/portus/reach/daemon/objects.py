@@ -10,7 +10,6 @@ the pool would be the log of a mirror under another name.
 
 from __future__ import annotations
 
-import bisect
 import errno
 import threading
 import time
@@ -37,7 +36,6 @@ class MemoryStore:
         """name: for messages."""
         self._name: Final = name
         self._guard: Final = threading.Lock()
-        self._names: Final[list[str]] = []
         self._objects: Final[dict[str, tuple[bytes, float]]] = {}
 
     def put(self, name: str, data: bytes) -> None:
@@ -62,20 +60,18 @@ class MemoryStore:
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         check_prefix(prefix, self._name)
-        while True:  # ends: each turn continues after the one before
-            with self._guard:
-                at = max(bisect.bisect_left(self._names, prefix), bisect.bisect(self._names, after))
-                if at == len(self._names) or not self._names[at].startswith(prefix):
-                    return
-                after = self._names[at]
-                data, modified = self._objects[after]
-            yield ListedObject(after, len(data), modified)
+        with self._guard:
+            found = [
+                ListedObject(name, len(data), modified)
+                for name, (data, modified) in self._objects.items()
+                if name.startswith(prefix) and name > after
+            ]
+        return iter(sorted(found, key=lambda each: each.name))
 
     def delete(self, names: Sequence[str]) -> None:
         with self._guard:
             for name in names:
-                if self._objects.pop(name, None) is not None:
-                    del self._names[bisect.bisect_left(self._names, name)]
+                self._objects.pop(name, None)
 
     def close(self) -> None:
         """Do nothing: the objects stay for the next user."""
@@ -83,9 +79,7 @@ class MemoryStore:
     def _keep(self, name: str, data: bytes, *, fresh: bool) -> bool:
         check_name(name, self._name)
         with self._guard:
-            if name not in self._objects:
-                bisect.insort(self._names, name)
-            elif fresh:
+            if fresh and name in self._objects:
                 return False
             self._objects[name] = data, time.time()
             return True

@@ -20,6 +20,7 @@ from portus.errors import BusyError, CorruptionError, MediumError, TransportErro
 from portus.reach.daemon.mirrors import TenantMirror, TenantMirrors
 from portus.reach.daemon.objects import MEMORY, Objects
 from portus.reach.daemon.replicas import OtherHost, Replica
+from portus.reach.daemon.secrets import read_words
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.check import CheckOptions, Severity, check_file
 from portus.reach.index.directory import (
@@ -36,7 +37,7 @@ from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.lock import DirectoryLock, LockTable, ProcessLocks
+from portus.reach.media.lock import DirectoryLock, ProcessLocks
 from portus.reach.media.memory import Memory
 from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
@@ -66,10 +67,6 @@ class Quotas:
 
     def __bool__(self) -> bool:
         return self.others is not None or bool(self.of)
-
-    def for_tenant(self, tenant: str) -> int | None:
-        """Return the quota of ``tenant`` in bytes, or None if it is unlimited."""
-        return self.of.get(tenant, self.others)
 
 
 class HostedPool:
@@ -379,7 +376,7 @@ class Pools:
         self.of(tenant)
 
     def _size_max(self, tenant: str) -> int | None:
-        quota = self._quotas.for_tenant(tenant)
+        quota = self._quotas.of.get(tenant, self._quotas.others)
         if self._where is not None:
             return quota
         return self._memory if quota is None else min(self._memory, quota)
@@ -398,8 +395,7 @@ class Pools:
         if self._where is None:
             medium = Memory(DATA_START, name=f"{self.place} of {tenant}")
             format_pool(medium)
-            locks = ProcessLocks(LockTable())
-            return PoolWriter(medium, locks, max_bytes=self._size_max(tenant))
+            return PoolWriter(medium, ProcessLocks(), max_bytes=self._size_max(tenant))
         path, files = self._pool_of(self._where, tenant).path, LocalFiles()
         if not os.path.exists(path):
             make_directory(os.path.dirname(path))
@@ -419,12 +415,7 @@ def read_quotas(others: str | None, path: str | None) -> Quotas:
     which has lines ``TENANT SIZE``; None: none. Raise ``UsageError`` if the file is wrong."""
     found: dict[str, int] = {}
     if path is not None:
-        try:
-            with open(path, encoding="utf-8") as file:
-                lines = [line.split() for line in file if line.strip() and line[0] != "#"]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: the quotas cannot be read: {error}") from error
-        for words in lines:
+        for words in read_words(path, "quotas")[0]:
             if len(words) != 2:
                 raise UsageError(f"{path}: expected lines TENANT SIZE, found {len(words)} words")
             tenant = check_tenant(words[0])

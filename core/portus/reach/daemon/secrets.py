@@ -79,17 +79,23 @@ class Secrets:
         return next((each for each, right in zip(known, found, strict=True) if right), None)
 
 
+def read_words(path: str, what: str) -> tuple[list[list[str]], int]:
+    """Return the words of each line of a file, comments left out, and the mode of the file. Raise
+    ``UsageError`` if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            return [line.split() for line in file if line.strip() and line[0] != "#"], mode
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: the {what} cannot be read: {error}") from error
+
+
 def read_secrets(path: str | None) -> Secrets:
     """Return the secrets in a file: lines ``TENANT SECRET``, or lines of one word, a secret of the
     default tenant. path: None: no secrets. Raise ``UsageError`` if the file is wrong."""
     if path is None:
         return Secrets(None)
-    try:
-        with open(path, encoding="utf-8") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            lines = [line.split() for line in file if line.strip() and not line.startswith("#")]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: the secrets cannot be read: {error}") from error
+    lines, mode = read_words(path, "secrets")
     found: dict[str, list[bytes]] = {}
     for words in lines:
         if len(words) > 2:

@@ -238,9 +238,14 @@ class Server:
             return
         place = self.house.places.come(_peer_address(peer), connected)
         served = ServedConnection(link, place, self.house)
-        thread = threading.Thread(
-            target=self._talk, args=(served,), name="portus-session", daemon=True
-        )
+
+        def talk() -> None:
+            try:
+                served.run()
+            finally:
+                self._end(served)
+
+        thread = threading.Thread(target=talk, name="portus-session", daemon=True)
         try:
             with self._guard:
                 if self._ending.is_set():
@@ -249,12 +254,6 @@ class Server:
                 self._served[served] = thread
         except RuntimeError as error:  # or no more threads are allowed; other connections stay
             turn_away(self.house, name, str(error))
-            self._end(served)
-
-    def _talk(self, served: ServedConnection) -> None:
-        try:
-            served.run()
-        finally:
             self._end(served)
 
     def _end(self, served: ServedConnection) -> None:
@@ -272,7 +271,7 @@ def listen_unix(path: str) -> socket.socket:
     # From the bind on: with a chmod afterwards, others could connect for a moment.
     before = os.umask(0o177)
     try:
-        if _is_socket(path) and not _answers(path):
+        if _is_dead_socket(path):
             os.unlink(path)
         listening.bind(path)
         listening.listen(_BACKLOG)
@@ -284,22 +283,17 @@ def listen_unix(path: str) -> socket.socket:
     return listening
 
 
-def _is_socket(path: str) -> bool:
-    try:
-        return stat.S_ISSOCK(os.lstat(path).st_mode)
-    except OSError:
-        return False
-
-
-def _answers(path: str) -> bool:
+def _is_dead_socket(path: str) -> bool:
+    """Return whether there is a socket at ``path`` at which nobody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(path)
+            if stat.S_ISSOCK(os.lstat(path).st_mode):
+                probe.connect(path)
         except ConnectionRefusedError:
-            return False
-        except OSError:
             return True
-        return True
+        except OSError:
+            pass
+        return False
 
 
 def shut(listener: Listener) -> None:

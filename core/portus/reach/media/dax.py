@@ -15,6 +15,7 @@ never grows. One that belongs to no NVDIMM namespace (a CXL memory expander, say
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -27,15 +28,14 @@ from typing import ClassVar, Final
 from portus.engine.media import linux
 from portus.engine.media.addresses import AddressRange
 from portus.engine.media.base import MediumInfo, MediumKind
-from portus.engine.media.file_calls import file_error
-from portus.engine.media.file_system import FileSystemTraits
+from portus.engine.media.file_calls import FileSystemTraits, file_error
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import Extent
-from portus.errors import MediumError, UsageError
+from portus.errors import UsageError
 from portus.reach.media.file import MappedFile
 from portus.reach.media.pmem import Processor, processor
-from portus.reach.media.pool import bounds, spans
-from portus.reach.media.space import WORD, AddressedMedium, pointer
+from portus.reach.media.pool import spans
+from portus.reach.media.space import WORD, AddressedMedium, MappedSpace, NoCache, pointer
 
 DAX_FILE: Final = MediumKind("file, DAX", is_persistent_memory=True)
 DAX_DEVICE: Final = MediumKind("DAX device", is_device=True, is_persistent_memory=True)
@@ -85,61 +85,24 @@ def is_device(path: str) -> bool:
     return device_facts(path) is not None
 
 
-class MappedSpace:
-    """A device that is mapped into this process, and written back by its processor."""
-
-    def __init__(self, facts: DeviceFacts, *, writable: bool, cpu: Processor) -> None:
-        """Map the device. Raise ``MediumError`` if that fails."""
-        self.size: Final = facts.size
-        self._cpu: Final = cpu
-        try:
-            self._descriptor: Final = Descriptor(facts.path, os.O_RDWR if writable else os.O_RDONLY)
-        except OSError as error:
-            raise file_error("open", facts.path, error) from error
-        try:
-            self._addresses: Final = AddressRange(facts.path, facts.size, alignment=facts.alignment)
-            self._addresses.map(facts.size, self._descriptor.number, writable=writable)
-        except MediumError:
-            self.close()
-            raise
-
-    @property
-    def start(self) -> int:
-        """The address of the first byte. Raises ``UsageError`` if closed, or in a fork."""
-        return self._addresses.start
-
-    def store(self, offset: int, data: memoryview) -> None:
-        ctypes.memmove(self.start + offset, pointer(data), data.nbytes)
-
-    def load(self, offset: int, target: memoryview) -> None:
-        ctypes.memmove(pointer(target), self.start + offset, target.nbytes)
-
-    def flush(self, offset: int, length: int) -> None:
-        self._cpu.flush(self.start + offset, length)
-
-    def drain(self) -> None:
-        self._cpu.drain()
-
-    def close_but(self, kept: Sequence[Extent]) -> None:
-        """Close the mapping, but leave private copies of the bytes ``kept`` at their addresses."""
-        self._addresses.close_but(kept)
-
-    def close(self) -> None:
-        if hasattr(self, "_addresses"):
-            self._addresses.close()
-        self._descriptor.close()
-
-
 class DaxDevice(AddressedMedium):
     """A DAX device, or the first part of one, with addresses."""
 
     def __init__(
-        self, space: MappedSpace, facts: DeviceFacts, *, writable: bool, size: int | None = None
+        self, facts: DeviceFacts, *, writable: bool, cpu: Processor, size: int | None = None
     ) -> None:
-        """size: as in ``SpaceMedium``."""
+        """size: as in ``SpaceMedium``. Raise ``MediumError`` if it cannot be mapped."""
+        try:
+            descriptor = Descriptor(facts.path, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise file_error("open", facts.path, error) from error
+        with contextlib.closing(descriptor), contextlib.ExitStack() as undo:  # a mapping needs none
+            addresses = AddressRange(facts.path, facts.size, alignment=facts.alignment)
+            undo.callback(addresses.close)
+            addresses.map(facts.size, descriptor.number, writable=writable)
+            undo.pop_all()
         info = MediumInfo(DAX_DEVICE, facts.path, WORD, facts.volatile, writable)
-        super().__init__(space, info, size)
-        self._mapped: Final = space
+        super().__init__(MappedSpace(addresses, facts.size, cpu), info, size)
 
     def close_but(self, kept: Sequence[Extent]) -> None:
         """Close the medium, but keep the addresses of ``kept``, which begin at pages, valid until
@@ -148,7 +111,7 @@ class DaxDevice(AddressedMedium):
         Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
         """
         try:
-            self._mapped.close_but(kept)
+            self._addresses.close_but(kept)
         finally:
             self.close()
 
@@ -175,31 +138,15 @@ class DaxFile(MappedFile):
         """The medium's ``MediumInfo``; its granularity is a word of the processor."""
         return MediumInfo(self.kind, self.path, WORD, self._file_system.volatile, True)
 
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store through the mapping: pwrite may change the file system, which would need a sync."""
-        self._check_writable()
-        view = memoryview(data)
-        self._check_range(offset, view.nbytes)
-        if not view.c_contiguous:
-            raise UsageError(f"{self.path}: store from memory that has gaps")
-        if view.nbytes:
-            self._check_length(offset + view.nbytes)
-            ctypes.memmove(self._addresses.start + offset, pointer(view), view.nbytes)
+    def _put(self, offset: int, data: memoryview) -> None:
+        # Through the mapping: pwrite may change the file system, which would need a sync.
+        self._check_length(offset + len(data))
+        ctypes.memmove(self._addresses.start + offset, pointer(data), len(data))
 
-    def persist(self, ranges: Sequence[Extent]) -> None:
-        """Write back every line of ``ranges``, and wait."""
-        self._check_writable()
-        for extent in bounds(ranges):
-            self._check_range(extent.offset, extent.length)
-        some, start, flush = spans(ranges), self._addresses.start, self._cpu.flush
-        if not some:
-            return
-        try:
-            for offset, length in some:
-                flush(start + offset, length)
-            self._cpu.drain()
-        except OSError as error:
-            raise self._poison_after("persist", error) from error
+    def _write_back(self, ranges: Sequence[Extent]) -> None:
+        for offset, length in spans(ranges):
+            self._cpu.flush(self._addresses.start + offset, length)
+        self._cpu.drain()
 
     def close_but(self, kept: Sequence[Extent]) -> None:
         """Close the medium, but keep the addresses of ``kept``, which begin at pages, valid until
@@ -228,8 +175,8 @@ def open_device(
     facts = device_facts(path)
     if facts is None:
         raise UsageError(f"{path}: expected a DAX device; give the path of one, or of a file")
-    space = MappedSpace(facts, writable=writable, cpu=cpu or (processor() if writable else _NONE))
-    return DaxDevice(space, facts, writable=writable, size=size)
+    cpu = cpu or (processor() if writable else NoCache())
+    return DaxDevice(facts, writable=writable, cpu=cpu, size=size)
 
 
 def accepts_map_sync(descriptor: Descriptor) -> bool:
@@ -242,19 +189,6 @@ def accepts_map_sync(descriptor: Descriptor) -> bool:
         return False
     linux.unmap_pages(start, length)
     return True
-
-
-class _NoProcessor:
-    """The ``Processor`` of a medium that is only read."""
-
-    def flush(self, address: int, length: int) -> None:
-        raise AssertionError("a reader writes nothing back")
-
-    def drain(self) -> None:
-        raise AssertionError("a reader writes nothing back")
-
-
-_NONE: Final = _NoProcessor()
 
 
 def _is_dax(place: Path) -> bool:

@@ -23,6 +23,7 @@ from portus.engine.media import linux
 from portus.engine.media.addresses import AddressRange
 from portus.engine.media.base import PLAIN_FILE, MediumInfo, MediumKind
 from portus.engine.media.file_calls import (
+    FileSystemTraits,
     Sync,
     advice,
     allocate,
@@ -32,11 +33,11 @@ from portus.engine.media.file_calls import (
     free_bytes,
     write_all,
 )
-from portus.engine.media.file_system import FileSystemTraits
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import SECTOR, ReadFile
 from portus.engine.spec import Extent
-from portus.errors import MediumError, UsageError
+from portus.errors import MediumError
+from portus.reach.media.space import WritableMedium
 
 MAPPED_FILE: Final = MediumKind("file, mapped")
 
@@ -50,10 +51,11 @@ _BLOCK: Final = 4096
 """Such reads begin and end at multiples of this, in memory too: no disk requires more."""
 
 
-class PlainFile(ReadFile):
+class PlainFile(WritableMedium, ReadFile):
     """A regular file, stored to with pwrite. Owns its descriptor."""
 
     kind: ClassVar[MediumKind] = PLAIN_FILE
+    _check_range = ReadFile._check_range
 
     def __init__(
         self,
@@ -68,7 +70,6 @@ class PlainFile(ReadFile):
         self._writable: Final = writable
         self._sync: Final = sync
         self._growing: Final = threading.Lock()
-        self._poison = ""
         self._begin = self._end = self._stored = 0
         super().__init__(descriptor)
 
@@ -96,15 +97,6 @@ class PlainFile(ReadFile):
         """The medium's ``MediumInfo``; its granularity is a sector of the disk."""
         return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
 
-    @property
-    def is_poisoned(self) -> bool:
-        """True after a persist, or the sync of a growth, has failed; and after ``poison``."""
-        return bool(self._poison)
-
-    def poison(self, reason: str) -> None:
-        """Poison the medium, see ``Medium``."""
-        self._poison = self._poison or f"{self.path}: accepts no more writes: {reason}"
-
     def grow(self, size: int) -> None:
         """Grow the file. Lack of space undoes it, and does not poison; a failed sync does."""
         self._check_writable()
@@ -123,42 +115,21 @@ class PlainFile(ReadFile):
                 self._shrink(before)
                 raise
 
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store with pwrite; an error leaves these bytes, and only these, undefined."""
-        self._check_writable()
-        view = memoryview(data)
-        self._check_range(offset, view.nbytes)
-        if not view.c_contiguous:
-            raise UsageError(f"{self.path}: store from memory that has gaps")
-        if view.nbytes == 0:
-            return
-        self._check_length(offset + view.nbytes)
+    def _put(self, offset: int, data: memoryview) -> None:
+        self._check_length(offset + len(data))
         try:
-            write_all(self._descriptor.number, view.cast("B"), offset)
+            write_all(self._descriptor.number, data, offset)
         except OSError as error:
-            raise file_error(
-                "store", self.path, error, f"{view.nbytes} bytes at {offset}"
-            ) from error
-        self._write_early(offset, view.nbytes)
+            raise file_error("store", self.path, error, f"{len(data)} bytes at {offset}") from error
+        self._write_early(offset, len(data))
 
-    def persist(self, ranges: Sequence[Extent]) -> None:
-        """Sync the file; blocks for as long as the device needs. Any failure poisons the medium, as
-        does a file that was deleted."""
-        self._check_writable()
-        for extent in ranges:
-            self._check_range(extent.offset, extent.length)
-        if not any(extent.length for extent in ranges):
-            return
-        try:
-            # Never retried: after a failed sync the kernel may call lost pages clean, and the next
-            # one would succeed (decision 0002).
-            self._sync(self._descriptor.number)
-            # The sync of a file without a name succeeds, but its bytes are lost with this process.
-            gone = self._is_gone()
-        except OSError as error:
-            raise self._poison_after("persist", error) from error
-        if gone:
-            raise self._poison_after("persist", OSError(errno.ENOENT, "the file was deleted"))
+    def _write_back(self, ranges: Sequence[Extent]) -> None:
+        # Never retried: after a failed sync the kernel may call lost pages clean, and the next one
+        # would succeed (decision 0002).
+        self._sync(self._descriptor.number)
+        # The sync of a file without a name succeeds, but its bytes are lost with this process.
+        if self._is_gone():
+            raise OSError(errno.ENOENT, "the file was deleted")
 
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Punch holes; the size stays. Return 0 if the file system has no holes."""
@@ -209,25 +180,13 @@ class PlainFile(ReadFile):
         except OSError:
             return True
 
-    def _check_writable(self) -> None:
+    def _check_open(self) -> None:
         _ = self._descriptor.number  # Raises when closed, and in a forked child.
-        if not self._writable:
-            raise UsageError(f"{self.path}: opened for reading; open it with writable=True")
-        if self._poison:
-            raise MediumError(errno.EIO, self._poison)
 
     def _check_length(self, end: int) -> None:
         """Raise if the file is shorter than ``end``: a store there would be SIGBUS, or a hole."""
         if end > self._status().st_size:
             raise self._truncation(end)
-
-    def _poison_after(self, operation: str, error: OSError) -> MediumError:
-        self._poison = (
-            f"{self.path}: accepts no more writes: {operation} failed ({error.strerror}), so "
-            "bytes stored since the previous persist may be lost; older bytes can still be "
-            f"loaded; {advice(error)}, then open it again"
-        )
-        return MediumError(error.errno, self._poison)
 
     def _reach(self, size: int) -> None:
         """Allow access to the bytes below ``size`` from now on."""

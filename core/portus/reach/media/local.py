@@ -16,8 +16,13 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from portus.engine.media.file_calls import Sync, data_sync, file_error
-from portus.engine.media.file_system import FileSystemTraits, file_system_of
+from portus.engine.media.file_calls import (
+    FileSystemTraits,
+    Sync,
+    data_sync,
+    file_error,
+    file_system_of,
+)
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, PortusError, UsageError
 from portus.reach.media.dax import DaxDevice, DaxFile, accepts_map_sync, is_device, open_device

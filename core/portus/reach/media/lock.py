@@ -13,7 +13,6 @@ there, or gone. The writer first removes the version from the root, and then ask
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -86,9 +85,24 @@ class FileLocks:
                 "locks of open files; it can be read here"
             )
         number = self._writer_file.number
-        wait = _Wait(self, timeout_s)
+        begin_s, pause_s, has_said = time.monotonic(), _POLL_MIN_S, False
+        # By polling: the system cannot wait for such a lock for a limited time.
         while not self._set(number, _WRITE, WRITER_BYTE):
-            wait.once()
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= timeout_s:
+                raise BusyError(
+                    errno.EAGAIN,
+                    f"{self.path}: another writer has held it for {timeout_s:g} s: "
+                    f"{self.describe_holder()}; stop it, wait for it, or use another pool",
+                )
+            if waited_s >= _QUIET_S and not has_said:
+                has_said = True
+                _LOG.warning(
+                    "%s: waiting up to %g s for the writer to close it: %s",
+                    *(self.path, timeout_s, self.describe_holder()),
+                )
+            time.sleep(min(pause_s, timeout_s - waited_s))
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
 
     def release_writer(self) -> None:
         """Release the lock; do nothing if this is not the writer."""
@@ -190,172 +204,76 @@ class FileLocks:
         return None if kind == _NONE else max(start, int(byte))
 
 
-class LockTable:
-    """The locks of one medium inside one process: share it among its ``ProcessLocks``."""
+class ProcessLocks:
+    """The locks of a medium that no other process can see: all who use it share this object, and
+    one of them writes. Thread-safe."""
 
     def __init__(self) -> None:
-        self.changed: Final = threading.Condition()
-        self.writer: ProcessLocks | None = None
-        self.pins: Counter[int] = Counter()
-
-
-class ProcessLocks:
-    """Locks within one process, for a medium that no other process can see."""
-
-    def __init__(
-        self,
-        table: LockTable | None = None,
-        *,
-        name: str = "memory",
-        holder: str = "this process",
-    ) -> None:
-        """table: shared with all other locks of the same medium; None: there are no others. holder:
-        the holder of the writer lock, for messages."""
-        self._table: Final = table or LockTable()
-        self._name: Final = name
-        self._holder: Final = holder
-        self._pins: Counter[int] = Counter()
-        self._closed = False
+        self._guard: Final = threading.Lock()
+        self._pins: Final[Counter[int]] = Counter()
 
     def acquire_writer(self, timeout_s: float) -> None:
-        """Wait on a condition for the lock."""
-        self._check_open()
-        table = self._table
-        with table.changed:
-            if not table.changed.wait_for(lambda: table.writer in (None, self), max(0, timeout_s)):
-                raise _busy(self._name, timeout_s, self._holder)
-            table.writer = self
+        """Do nothing: there is no other writer."""
 
     def release_writer(self) -> None:
-        """Release the lock; do nothing if this is not the writer."""
-        self._check_open()
-        self._release()
+        """Do nothing."""
 
     def has_writer(self) -> bool:
-        """Return whether a writer of this process holds the lock."""
-        self._check_open()
-        return self._table.writer not in (None, self)
+        """Return False: there is no other writer."""
+        return False
 
     def pin(self, version: int) -> None:
         """Pin a version. Raise ``UsageError`` for an impossible version."""
-        self._check_open()
         _pin_byte(version)
-        with self._table.changed:
+        with self._guard:
             self._pins[version] += 1
-            self._table.pins[version] += 1
 
     def unpin(self, version: int) -> None:
-        """Take one pin back. Raise ``UsageError`` if this object has none on the version."""
-        self._check_open()
-        with self._table.changed:
-            if self._pins[version] == 0:
-                raise UsageError(f"{self._name}: version {version} is not pinned here")
+        """Take one pin back."""
+        with self._guard:
             self._pins[version] -= 1
-            self._table.pins[version] -= 1
 
     def is_pinned(self, version: int) -> bool:
-        """Return whether anyone who shares the table pins ``version``."""
-        self._check_open()
-        return self._table.pins[version] > 0
+        """Return whether anyone pins ``version``."""
+        return self._pins[version] > 0
 
     def pins(self) -> set[int]:
-        """Return the versions that anyone who shares the table pins."""
-        self._check_open()
-        with self._table.changed:
-            return {version for version, count in self._table.pins.items() if count > 0}
+        """Return the versions that anyone pins."""
+        with self._guard:
+            return set(+self._pins)
 
     def close(self) -> None:
-        """Release all locks. A second call does nothing."""
-        self._closed = True
-        self._release()
-        with self._table.changed:
-            self._table.pins.subtract(self._pins)
+        """Release all pins."""
+        with self._guard:
             self._pins.clear()
 
-    def _release(self) -> None:
-        with self._table.changed:
-            if self._table.writer is self:
-                self._table.writer = None
-                self._table.changed.notify_all()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(f"{self._name}: locks used after they were closed")
-
-
-class DirectoryLock:
+class DirectoryLock(FileLocks):
     """The lock of one process of this machine on a directory, for as long as it lives: a lock of a
-    file in it."""
+    file in it, which names the process."""
 
     def __init__(self, path: str) -> None:
-        """path: of the file, which is created, and names the process. Raises ``BusyError``
-        immediately, naming the holder, and ``MediumError``."""
-        with contextlib.ExitStack() as undo:
-            try:
-                file = Descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
-                undo.callback(file.close)
-                holder = os.pread(file.number, _HOLDER_MAX, 0).decode("ascii", "replace").strip()
-            except OSError as error:
-                raise file_error("open", path, error) from error
-            locks = FileLocks(path, writable=True)
-            undo.callback(locks.close)
-            try:
-                locks.acquire_writer(0)
-            except BusyError as error:
-                raise BusyError(
-                    errno.EAGAIN,
-                    f"{os.path.dirname(path)}: process {holder or 'unknown'} of this machine "
-                    "already serves it; stop that process, or serve another directory",
-                ) from error
-            try:
-                os.pwrite(file.number, f"{os.getpid():<{_HOLDER_MAX}}".encode(), 0)
-            except OSError as error:
-                raise file_error("write", path, error) from error
-            undo.pop_all()
-            # The lock is on another open file, so this does not release it.
-            file.close()
-            self._locks: Final = locks
-
-    def close(self) -> None:
-        """Release the directory for others. A second call does nothing."""
-        self._locks.close()
-
-
-class _Wait:
-    """A bounded wait by polling: the system cannot wait for such a lock for a limited time."""
-
-    def __init__(self, locks: FileLocks, timeout_s: float) -> None:
-        self._locks: Final = locks
-        self._timeout_s: Final = timeout_s
-        self._begin_s: Final = time.monotonic()
-        self._end_s: Final = self._begin_s + timeout_s
-        self._pause_s = _POLL_MIN_S
-        self._said = False
-
-    def once(self) -> None:
-        """Wait for a moment. Raise ``BusyError`` when the time has passed."""
-        now_s = time.monotonic()
-        left_s = self._end_s - now_s
-        if left_s <= 0:
-            raise _busy(self._locks.path, self._timeout_s, self._locks.describe_holder())
-        if not self._said and now_s - self._begin_s >= _QUIET_S:
-            self._said = True
-            _LOG.warning(
-                "%s: waiting up to %g s for the writer to close it: %s",
-                self._locks.path,
-                self._timeout_s,
-                self._locks.describe_holder(),
-            )
-        time.sleep(min(self._pause_s, left_s))
-        self._pause_s = min(2 * self._pause_s, _POLL_MAX_S)
-
-
-def _busy(name: str, timeout_s: float, holder: str) -> BusyError:
-    return BusyError(
-        errno.EAGAIN,
-        f"{name}: another writer has held it for {timeout_s:g} s: {holder}; "
-        "stop it, wait for it, or use another pool",
-    )
+        """path: of the file, which is created. Raises ``BusyError`` immediately, naming the holder,
+        and ``MediumError``."""
+        try:
+            Descriptor(path, os.O_RDWR | os.O_CREAT, 0o600).close()
+        except OSError as error:
+            raise file_error("open", path, error) from error
+        super().__init__(path, writable=True)
+        number = self._writer_file.number
+        try:
+            holder = os.pread(number, _HOLDER_MAX, 0).decode("ascii", "replace").strip()
+            self.acquire_writer(0)
+            os.pwrite(number, f"{os.getpid():<{_HOLDER_MAX}}".encode(), 0)
+        except OSError as error:
+            self.close()
+            if not isinstance(error, BusyError):
+                raise file_error("lock", path, error) from error
+            raise BusyError(
+                errno.EAGAIN,
+                f"{os.path.dirname(path)}: process {holder or 'unknown'} of this machine already "
+                "serves it; stop that process, or serve another directory",
+            ) from error
 
 
 def _pin_byte(version: int) -> int:

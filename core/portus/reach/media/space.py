@@ -1,7 +1,10 @@
-"""``SpaceMedium``: a medium whose bytes are loaded and stored one by one, like memory."""
+"""Media that are stored to: what all have in common, and those whose bytes are loaded and stored
+one by one, like memory (``SpaceMedium``)."""
 
 from __future__ import annotations
 
+import abc
+import ctypes
 import errno
 import threading
 from collections.abc import Sequence
@@ -9,9 +12,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from portus.engine.media.addresses import AddressRange
 from portus.engine.media.base import MediumInfo
+from portus.engine.media.file_calls import advice
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
+from portus.reach.media.pmem import Processor
 from portus.reach.media.pool import bounds, spans
 
 WORD: Final = 8
@@ -41,15 +47,80 @@ class Space(Protocol):
         """Release the space. A second call does nothing."""
 
 
-class AddressedSpace(Space, Protocol):
-    """A space that is mapped into this process."""
+class WritableMedium(abc.ABC):
+    """The checks that all media make which are stored to, and their poison."""
+
+    _poison = ""
 
     @property
-    def start(self) -> int:
-        """The address of the first byte. Raises ``UsageError`` if closed, or in a fork."""
+    @abc.abstractmethod
+    def info(self) -> MediumInfo: ...
+
+    @property
+    def is_poisoned(self) -> bool:
+        """True after a persist, or the sync of a growth, has failed; and after ``poison``."""
+        return bool(self._poison)
+
+    def poison(self, reason: str) -> None:
+        """Poison the medium, see ``Medium``."""
+        self._poison = self._poison or f"{self.info.name}: accepts no more writes: {reason}"
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        """Store bytes; an error leaves these bytes, and only these, undefined."""
+        self._check_writable()
+        view = memoryview(data)
+        self._check_range(offset, view.nbytes)
+        if not view.c_contiguous:
+            raise UsageError(f"{self.info.name}: store from memory that has gaps")
+        if view.nbytes:
+            self._put(offset, view.cast("B"))
+
+    def persist(self, ranges: Sequence[Extent]) -> None:
+        """Return when the ranges are durable. Any failure poisons the medium."""
+        self._check_writable()
+        for extent in bounds(ranges):
+            self._check_range(extent.offset, extent.length)
+        if not any(length for _, length in spans(ranges)):
+            return
+        try:
+            self._write_back(ranges)
+        except OSError as error:
+            raise self._poison_after("persist", error) from error
+
+    @abc.abstractmethod
+    def _put(self, offset: int, data: memoryview) -> None: ...
+
+    @abc.abstractmethod
+    def _write_back(self, ranges: Sequence[Extent]) -> None:
+        """Make the ranges durable. Raises ``OSError``."""
+
+    @abc.abstractmethod
+    def _check_open(self) -> None: ...
+
+    @abc.abstractmethod
+    def _check_range(self, offset: int, length: int) -> None: ...
+
+    def _check(self) -> None:
+        self._check_open()
+        if self._poison:
+            raise MediumError(errno.EIO, self._poison)
+
+    def _check_writable(self) -> None:
+        self._check_open()
+        if not self.info.writable:
+            raise UsageError(f"{self.info.name}: opened for reading; open it with writable=True")
+        self._check()
+
+    def _poison_after(self, operation: str, error: OSError) -> MediumError:
+        self._poison = (
+            f"{self.info.name}: accepts no more writes: {operation} failed ({error.strerror}), so "
+            "bytes stored since the previous persist may be lost; older bytes can still be "
+            f"loaded; {advice(error)}, then open it again"
+        )
+        return MediumError(error.errno, self._poison)
 
 
-class SpaceMedium:
+class SpaceMedium(WritableMedium):
     """A medium over a space, or over the first part of it. Owns the space."""
 
     def __init__(self, space: Space, info: MediumInfo, size: int | None = None) -> None:
@@ -58,27 +129,16 @@ class SpaceMedium:
         self._space: Final = space
         self._size = space.size if size is None else size
         self._growing: Final = threading.Lock()
-        self._poison = ""
         self._closed = False
 
     @property
     def info(self) -> MediumInfo:
-        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
         return self._info
 
     @property
     def size(self) -> int:
         """Bytes in use."""
         return self._size
-
-    @property
-    def is_poisoned(self) -> bool:
-        """True after a persist has failed, and after ``poison``."""
-        return bool(self._poison)
-
-    def poison(self, reason: str) -> None:
-        """Poison the medium, see ``Medium``."""
-        self._poison = self._poison or f"{self._info.name}: accepts no more writes: {reason}"
 
     def grow(self, size: int) -> None:
         """Use more of the space, cleared first. Raise ``MediumError`` (ENOSPC) beyond its end."""
@@ -87,16 +147,6 @@ class SpaceMedium:
             if size > self._size:
                 self._extend(self._size, size)
                 self._size = size
-
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store through the mapping; other threads run meanwhile."""
-        self._check_writable()
-        view = memoryview(data)
-        self._check_range(offset, view.nbytes)
-        if not view.c_contiguous:
-            raise UsageError(f"{self._info.name}: store from memory that has gaps")
-        if view.nbytes:
-            self._space.store(offset, view.cast("B"))
 
     def load(self, offset: int, target: memoryview) -> None:
         """Load through the mapping. A line that the memory lost ends the process (SIGBUS)."""
@@ -107,17 +157,13 @@ class SpaceMedium:
         if target.nbytes:
             self._space.load(offset, target.cast("B"))
 
-    def persist(self, ranges: Sequence[Extent]) -> None:
-        """Write back every line of ``ranges``, and wait."""
-        self._check_writable()
-        for extent in bounds(ranges):
-            self._check_range(extent.offset, extent.length)
-        self._write_back(ranges)
-
     def close(self) -> None:
         """Close the medium and its mapping. No address may be used any more."""
         self._closed = True
         self._space.close()
+
+    def _put(self, offset: int, data: memoryview) -> None:
+        self._space.store(offset, data)
 
     def _extend(self, before: int, size: int) -> None:
         if size > self._space.size:
@@ -130,38 +176,20 @@ class SpaceMedium:
         zeros = memoryview(bytes(min(size - before, 1 << 20)))
         for offset in range(before, size, len(zeros)):
             self._space.store(offset, zeros[: size - offset])
-        self._write_back([Extent(before, size - before)])
+        try:
+            self._write_back([Extent(before, size - before)])
+        except OSError as error:
+            raise self._poison_after("growth", error) from error
 
     def _write_back(self, ranges: Sequence[Extent]) -> None:
-        some = spans(ranges)
-        if not some:
-            return
-        try:
-            for offset, length in some:
-                self._space.flush(offset, length)
-            # By the thread that flushed: a fence waits only for the flushes of its own thread.
-            self._space.drain()
-        except OSError as error:
-            self._poison = (
-                f"{self._info.name}: accepts no more writes: persist failed "
-                f"({error.strerror}), so bytes stored since the previous persist may be lost; "
-                "older bytes can still be loaded; see the kernel's log, then open it again"
-            )
-            raise MediumError(error.errno, self._poison) from error
+        for offset, length in spans(ranges):
+            self._space.flush(offset, length)
+        # By the thread that flushed: a fence waits only for the flushes of its own thread.
+        self._space.drain()
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"{self._info.name}: used after it was closed")
-
-    def _check(self) -> None:
-        self._check_open()
-        if self._poison:
-            raise MediumError(errno.EIO, self._poison)
-
-    def _check_writable(self) -> None:
-        if not self._info.writable:
-            raise UsageError(f"{self._info.name}: opened for reading; open it with writable=True")
-        self._check()
 
     def _check_range(self, offset: int, length: int) -> None:
         if offset < 0 or offset + length > self._size:
@@ -171,19 +199,53 @@ class SpaceMedium:
             )
 
 
+class NoCache:
+    """The ``Processor`` of memory that never has to be written back."""
+
+    def flush(self, address: int, length: int) -> None:
+        """Do nothing."""
+
+    def drain(self) -> None:
+        """Do nothing."""
+
+
+class MappedSpace:
+    """Memory at addresses of this process, written back by its processor. A ``Space``."""
+
+    def __init__(self, addresses: AddressRange, size: int, cpu: Processor) -> None:
+        self.addresses: Final = addresses
+        self.size: Final = size
+        self._cpu: Final = cpu
+
+    def store(self, offset: int, data: memoryview) -> None:
+        ctypes.memmove(self.addresses.start + offset, pointer(data), data.nbytes)
+
+    def load(self, offset: int, target: memoryview) -> None:
+        ctypes.memmove(pointer(target), self.addresses.start + offset, target.nbytes)
+
+    def flush(self, offset: int, length: int) -> None:
+        self._cpu.flush(self.addresses.start + offset, length)
+
+    def drain(self) -> None:
+        self._cpu.drain()
+
+    def close(self) -> None:
+        self.addresses.close()
+
+
 class AddressedMedium(SpaceMedium):
     """A medium whose space is mapped into this process."""
 
-    def __init__(self, space: AddressedSpace, info: MediumInfo, size: int | None = None) -> None:
+    def __init__(self, space: MappedSpace, info: MediumInfo, size: int | None = None) -> None:
         """size: as in ``SpaceMedium``."""
         super().__init__(space, info, size)
-        self._addressed: Final = space
+        self._addresses: Final = space.addresses
 
     def address(self, extent: Extent) -> int:
         """Return the address of an extent, which is writable if the medium is."""
         self._check()
         self._check_range(extent.offset, extent.length)
-        return self._addressed.start + extent.offset
+        return self._addresses.start + extent.offset
 
     def expect(self, extent: Extent) -> None:
         """Check the extent. Its pages are present already."""

@@ -9,6 +9,18 @@ Digests of tensors do not cover messages: one changed byte on plain tcp made a l
 instead of 0.125, and the version was committed, loaded and verified. So every message has a digest.
 
 After a ``ProtocolError`` the connection is unusable, and every call says so.
+
+The order of messages. A connection carries one conversation. The client asks and the host answers,
+one request at a time; a request of several messages (a save, a read) has states of its own. Both
+ends walk the same table, and each knows the other's state, except for messages on their way. Two of
+these may cross. A client may abandon a save while the host reports its progress, so the host's
+messages are ignored in ABANDONING. And if the host refuses just then, the abandonment finds it in
+READY, where it is answered too. A message that the table does not have is an error of its sender.
+
+A save goes SAVING -> OFFERED -> SAVING for each offer, and -> CONFIRMING -> READY. A host that
+accesses the regions directly answers an offer with HASHED; on a stream it first sends PULL, and the
+client's DATA follows. Only CONFIRM makes a version: a connection that ends before it, however it
+ends, leaves nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +39,10 @@ from portus.reach.protocol.messages import (
     decode,
     encode,
 )
-from portus.reach.protocol.session import NEXT
 from portus.reach.protocol.vocabulary import MessageKind, Phase
+
+NEXT: Final[dict[tuple[Phase, MessageKind], Phase]] = MESSAGES.order()
+"""The state after each state and message. A missing entry is an error."""
 
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
@@ -240,3 +254,14 @@ def _check(start: bytes) -> bytes:
     found = xxhash.xxh3_64(start).digest()
     # Odd, so a header of zeros, or of a version that had no checks, is refused at once.
     return bytes((found[0] | 1, found[1], found[2]))
+
+
+def table() -> str:
+    """Return the table of the order, as the document has it."""
+    lines = ["| state | message | from | state after |", "|---|---|---|---|"]
+    lines += [
+        f"| {before.value} | {kind.name} | {'client' if kind.from_client else 'host'} "
+        f"| {after.value} |"
+        for (before, kind), after in NEXT.items()
+    ]
+    return "\n".join(lines) + "\n"

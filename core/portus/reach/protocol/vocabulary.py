@@ -1,7 +1,7 @@
 """The declaration of a message: its number and name, its sender, and its states.
 
-``messages`` declares them all. The order of a conversation (``session``), the limit of each body
-and the frames that are accepted (``connection``) follow from that.
+``messages`` declares them all. The order of a conversation, the limit of each body and the frames
+that are accepted (``connection``) follow from that.
 
 A mistake in a declaration is ours: it is an ``AssertionError``, when the module is imported.
 """

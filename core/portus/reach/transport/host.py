@@ -27,6 +27,7 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from portus.engine.copying.segments import Digests, Sources, Stop, cut
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
@@ -460,10 +461,8 @@ class HostMedium(ReadOnlyMedium):
     def _read(self, offsets: list[int], lengths: list[int], target: memoryview) -> None:
         with self._links.lend() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            link.send(said.Read(pack_pairs(offsets, lengths)))
-            with _no_refusal(link):
+            with _reading(link, offsets, lengths):
                 link.fill(target, None)
-            _end_of_read(link)
             link.silence_s = usual_s
 
     def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
@@ -495,10 +494,8 @@ class HostMedium(ReadOnlyMedium):
                         self._links.revoke(link)
                 self._pins.check()
                 return digests
-            link.send(said.Read(pack_pairs(segments.offset, segments.length)))
-            with _no_refusal(link):
+            with _reading(link, segments.offset, segments.length):
                 take(link, segments, digests, stop)
-            _end_of_read(link)
         # The pin may have been lost meanwhile, and the bytes may be another version's (V4).
         self._pins.check()
         return digests
@@ -656,14 +653,13 @@ def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests
 
 
 @contextlib.contextmanager
-def _no_refusal(link: Link) -> Iterator[None]:
+def _reading(link: Link, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Iterator[None]:
+    """Request bytes of the pool, which the block receives. Raise a refusal as an error."""
+    link.send(said.Read(pack_pairs(offsets, lengths)))
     try:
         yield
     except UnexpectedMessageError as interruption:
         raise error_of(interruption.message) from interruption
-
-
-def _end_of_read(link: Link) -> None:
     event = link.receive()
     if not isinstance(event, said.Done):
         link.close()

@@ -9,21 +9,59 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Final
 
+import numpy as np
+
 from portus.engine.copying.segments import Column, Sources, Stop
 from portus.errors import PortusError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.pools import HostedPool
-from portus.reach.daemon.requests.draft import Draft
 from portus.reach.daemon.shared_state import House
 from portus.reach.index.records import VersionEntry
+from portus.reach.protocol import messages as said
 from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
+from portus.reach.versions.pool_draft import PoolDraft
 
 STORAGE_MOVED: Final = 256
 """Bytes of memory that a storage takes at most while it is moved or hashed; measured."""
 _TURN_S: Final = 0.1
+
+
+class Draft:
+    """A save from its ``begin`` to its commit."""
+
+    def __init__(
+        self,
+        pool: PoolDraft,
+        lengths: Column,
+        handles: tuple[Column, Column],
+        begin: said.Begin,
+        size: int,
+    ) -> None:
+        """handles: address and key of each storage in the client's memory. size: bytes of memory
+        reserved for the save."""
+        self.size = size
+        self.pool: Final = pool
+        self.lengths: Final = lengths
+        self.address, self.key = handles
+        self.begin: Final = begin
+        self.claimed: Final = np.zeros(len(lengths), np.bool_)
+        self.shared_bytes = 0
+        self.begun_s: Final = time.perf_counter()
+
+    def may_claim(self, indices: Column) -> bool:
+        """Return whether ``indices`` are distinct storages of the version without a place."""
+        if len(indices) and int(indices.max()) >= len(self.lengths):
+            return False
+        return len(np.unique(indices)) == len(indices) and not self.claimed[indices].any()
+
+    def claim(self, indices: Column) -> None:
+        """Mark storages as having a place. Raise ``UsageError`` if they may not have one."""
+        if not self.may_claim(indices):
+            raise UsageError("storages that are not there, come twice, or have a place already")
+        self.claimed[indices] = True
 
 
 class Guest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from portus.reach.daemon.requests import objects, pool, reads, saves
+from portus.reach.daemon.requests import pool, reads, saves
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import MESSAGES, Said
@@ -27,10 +27,10 @@ ANSWERS: Final[dict[type[Said], Callable[[Guest, Any], Said]]] = {
     said.Push: reads.push,
     said.GiveBack: pool.give_back,
     said.Note: pool.note,
-    said.Put: objects.put,
-    said.Get: objects.get,
-    said.List: objects.list_some,
-    said.Delete: objects.delete,
+    said.Put: pool.put,
+    said.Get: pool.get,
+    said.List: pool.list_some,
+    said.Delete: pool.delete,
     said.Settle: saves.settle,
 }
 

@@ -24,8 +24,7 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.settings.keep import Keep, check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.daemon.requests.draft import Draft
-from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest
+from portus.reach.daemon.requests.guest import STORAGE_MOVED, Draft, Guest
 from portus.reach.daemon.shared_state import refusal_of
 from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
