@@ -46,7 +46,7 @@ class Fabric:
     def __init__(self, wish: Transport = Transport.AUTO) -> None:
         """Raise ``UsageError`` if ``wish`` demands verbs and the host has none."""
         self._wish: Final = wish
-        self._guard: Final = threading.Lock()
+        self._guard: Final = threading.RLock()
         self._devices: Final[dict[Port, _Device]] = {}
         if wish is Transport.VERBS:
             try:
@@ -90,15 +90,12 @@ class Fabric:
         while a device has pages of the pool pinned: it would keep using pages that the pool has
         lost."""
         with self._guard:  # no device begins to pin pages meanwhile
-            return 0 if self._pins(hosted) else hosted.writer.give_back()
+            return 0 if self.has_pinned(hosted) else hosted.writer.give_back()
 
     def has_pinned(self, hosted: HostedPool) -> bool:
         """Return whether a device has pages of a pool pinned."""
         with self._guard:
-            return self._pins(hosted)
-
-    def _pins(self, hosted: HostedPool) -> bool:
-        return any(device.pools.get(hosted) is not None for device in self._devices.values())
+            return any(device.pools.get(hosted) is not None for device in self._devices.values())
 
     def close(self) -> None:
         """Release all devices. No lane may be in use any more."""
@@ -119,7 +116,7 @@ class Fabric:
 class _Device:
     """One device, with the regions of all pools that are registered with it."""
 
-    def __init__(self, port: Port, guard: threading.Lock) -> None:
+    def __init__(self, port: Port, guard: contextlib.AbstractContextManager[bool]) -> None:
         """guard: held while ``pools`` is read or changed."""
         self.domain: Final = Domain(port)
         self.rings: Final = Rings(self.domain)

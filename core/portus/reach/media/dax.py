@@ -124,6 +124,7 @@ class DaxFile(MappedFile):
     """
 
     kind: ClassVar[MediumKind] = DAX_FILE
+    granularity: ClassVar[int] = WORD
 
     def __init__(
         self, descriptor: Descriptor, file_system: FileSystemTraits, *, cpu: Processor | None = None
@@ -132,11 +133,6 @@ class DaxFile(MappedFile):
         self._cpu: Final = cpu or processor()
         file_system = replace(file_system, early=False)  # nothing is written back by the system
         super().__init__(descriptor, file_system, sync=self._nothing_to_sync)
-
-    @property
-    def info(self) -> MediumInfo:
-        """The medium's ``MediumInfo``; its granularity is a word of the processor."""
-        return MediumInfo(self.kind, self.path, WORD, self._file_system.volatile, True)
 
     def _put(self, offset: int, data: memoryview) -> None:
         # Through the mapping: pwrite may change the file system, which would need a sync.
@@ -149,11 +145,7 @@ class DaxFile(MappedFile):
         self._cpu.drain()
 
     def close_but(self, kept: Sequence[Extent]) -> None:
-        """Close the medium, but keep the addresses of ``kept``, which begin at pages, valid until
-        the process ends: they get a private copy of the bytes.
-
-        Raises ``MediumError`` if there is no memory for that; then they stay the medium's own.
-        """
+        """Close the medium as ``DaxDevice.close_but`` does."""
         try:
             self._addresses.close_but(kept)
         finally:

@@ -55,6 +55,7 @@ class PlainFile(WritableMedium, ReadFile):
     """A regular file, stored to with pwrite. Owns its descriptor."""
 
     kind: ClassVar[MediumKind] = PLAIN_FILE
+    granularity: ClassVar[int] = SECTOR
     _check_range = ReadFile._check_range
 
     def __init__(
@@ -94,8 +95,8 @@ class PlainFile(WritableMedium, ReadFile):
 
     @property
     def info(self) -> MediumInfo:
-        """The medium's ``MediumInfo``; its granularity is a sector of the disk."""
-        return MediumInfo(self.kind, self.path, SECTOR, self._file_system.volatile, self._writable)
+        volatile = self._file_system.volatile
+        return MediumInfo(self.kind, self.path, self.granularity, volatile, self._writable)
 
     def grow(self, size: int) -> None:
         """Grow the file. Lack of space undoes it, and does not poison; a failed sync does."""
@@ -133,34 +134,28 @@ class PlainFile(WritableMedium, ReadFile):
 
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Punch holes; the size stays. Return 0 if the file system has no holes."""
-        self._check_writable()
-        for extent in ranges:
-            self._check_range(extent.offset, extent.length)
-        number = self._descriptor.number
         before = self._status().st_blocks
-        for extent in ranges:
-            try:
-                linux.punch(number, extent.offset, extent.length)
-            except OSError as error:
-                if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    return 0
-                what = f"{extent.length} bytes at {extent.offset}"
-                raise file_error("give back", self.path, error, what) from error
+        self._change_blocks(ranges, give_back=True)
         return max(0, before - self._status().st_blocks) * 512
 
     def fill(self, ranges: Sequence[Extent]) -> None:
         """Allocate space with fallocate(2). Does nothing on a file system without holes."""
+        self._change_blocks(ranges, give_back=False)
+
+    def _change_blocks(self, ranges: Sequence[Extent], *, give_back: bool) -> None:
         self._check_writable()
         for extent in ranges:
             self._check_range(extent.offset, extent.length)
+        change = linux.punch if give_back else linux.allocate
         for extent in ranges:
             try:
-                linux.allocate(self._descriptor.number, extent.offset, extent.length)
+                change(self._descriptor.number, extent.offset, extent.length)
             except OSError as error:
                 if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
                     return
                 what = f"{extent.length} bytes at {extent.offset}"
-                raise file_error("find space for", self.path, error, what) from error
+                verb = "give back" if give_back else "find space for"
+                raise file_error(verb, self.path, error, what) from error
 
     def holes(self) -> list[Extent]:
         """Return the holes. Space that was allocated and never stored to may be listed too."""

@@ -111,7 +111,7 @@ class FileLocks:
 
     def has_writer(self) -> bool:
         """Return whether another writer holds the lock, without taking it. False without locks."""
-        return _can_lock() and self._would_conflict(self._writer_file.number, WRITER_BYTE)
+        return _can_lock() and self._conflict(WRITER_BYTE, 1) is not None
 
     def pin(self, version: int) -> None:
         """Pin a version. Raise ``UsageError`` for an impossible version, ``BusyError`` if another
@@ -141,10 +141,10 @@ class FileLocks:
     def is_pinned(self, version: int) -> bool:
         """Return whether the version is pinned, without taking a lock: a pin that is being made
         never fails because of this."""
-        byte, number = _pin_byte(version), self._writer_file.number
+        byte = _pin_byte(version)
         if not _can_lock():
             return self._pins[version] > 0
-        return self._would_conflict(number, byte)
+        return self._conflict(byte, 1) is not None
 
     def pins(self) -> set[int]:
         """Return all pinned versions, without taking a lock. The system names one lock in a range;
@@ -155,7 +155,7 @@ class FileLocks:
         ranges = [(PIN_BASE, _VERSION_MAX)]
         while ranges:
             start, length = ranges.pop()
-            byte = self._conflict(self._writer_file.number, start, length) if length > 0 else None
+            byte = self._conflict(start, length) if length > 0 else None
             if byte is not None:
                 found.add(byte - PIN_BASE)
                 ranges += [(start, byte - start), (byte + 1, start + length - byte - 1)]
@@ -187,17 +187,13 @@ class FileLocks:
             raise file_error("lock", self.path, error) from error
         return True
 
-    def _would_conflict(self, number: int, byte: int) -> bool:
-        """Return whether a write lock of ``byte`` by this description would have to wait."""
-        return self._conflict(number, byte, 1) is not None
-
-    def _conflict(self, number: int, start: int, length: int) -> int | None:
-        """Return a byte that prevents a write lock of the range, or None."""
+    def _conflict(self, start: int, length: int) -> int | None:
+        """Return a byte that prevents a write lock of the range by the writer, or None."""
         import fcntl
 
         question = _FLOCK.pack(_WRITE, os.SEEK_SET, start, length, 0)
         try:
-            answer = fcntl.fcntl(number, fcntl.F_OFD_GETLK, question)
+            answer = fcntl.fcntl(self._writer_file.number, fcntl.F_OFD_GETLK, question)
         except OSError as error:
             raise file_error("ask for locks of", self.path, error) from error
         kind, _, byte, _, _ = _FLOCK.unpack(answer)

@@ -254,14 +254,3 @@ def _check(start: bytes) -> bytes:
     found = xxhash.xxh3_64(start).digest()
     # Odd, so a header of zeros, or of a version that had no checks, is refused at once.
     return bytes((found[0] | 1, found[1], found[2]))
-
-
-def table() -> str:
-    """Return the table of the order, as the document has it."""
-    lines = ["| state | message | from | state after |", "|---|---|---|---|"]
-    lines += [
-        f"| {before.value} | {kind.name} | {'client' if kind.from_client else 'host'} "
-        f"| {after.value} |"
-        for (before, kind), after in NEXT.items()
-    ]
-    return "\n".join(lines) + "\n"

@@ -533,19 +533,6 @@ def decode(kind: MessageKind, body: bytes | bytearray) -> Said:
     return found
 
 
-def table() -> str:
-    """Return the table of messages, as the document has it."""
-    lines = ["| number | message | from | fields | bytes at most |", "|---|---|---|---|---|"]
-    for kind in MESSAGES:
-        fields = "plain bytes"
-        if kind.type is not None:
-            fields = ", ".join(kind.type.__struct_fields__) or "none"
-        side = "client" if kind.from_client else "host"
-        row = (kind.number, kind.name, side, fields, kind.body_size_max)
-        lines.append(f"| {' | '.join(map(str, row))} |")
-    return "\n".join(lines) + "\n"
-
-
 def pack_column(numbers: npt.ArrayLike) -> bytes:
     """Return numbers for the wire."""
     return np.asarray(numbers, "<i8").tobytes()

@@ -181,12 +181,16 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
 def _connect(address: Address, credentials: Credentials) -> socket.socket:
     context = _trusting(credentials.authority_path) if address.scheme is Scheme.TLS else None
     try:
-        if address.scheme is Scheme.UNIX:
-            return _connect_unix(address.path)
-        plain = socket.create_connection((address.host, address.port), GREETING_S)
-        if context is None:
-            return plain
+        if address.scheme is not Scheme.UNIX:
+            plain = socket.create_connection((address.host, address.port), GREETING_S)
+        else:
+            plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            if address.scheme is Scheme.UNIX:
+                plain.settimeout(GREETING_S)
+                plain.connect(address.path)
+            if context is None:
+                return plain
             return context.wrap_socket(plain, server_hostname=address.host)
         except BaseException:
             plain.close()
@@ -217,14 +221,3 @@ def _trusting(path: str | None) -> ssl.SSLContext:
             f"{path}: cannot read certificates: {error.strerror or error}; "
             f"{AUTHORITY_VARIABLE} must name a PEM file of certificates"
         ) from error
-
-
-def _connect_unix(path: str) -> socket.socket:
-    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        plain.settimeout(GREETING_S)
-        plain.connect(path)
-    except BaseException:
-        plain.close()
-        raise
-    return plain
