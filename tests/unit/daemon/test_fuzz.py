@@ -64,8 +64,13 @@ def recorded() -> Frames:
     while data:
         end = HEADER.size + HEADER.unpack(data[: HEADER.size])[0]
         frames.append(data[:end])
-        data = data[end + said.DIGEST_SIZE :]
+        data = data[end + (said.DIGEST_SIZE if has_digest(data) else 0) :]
     return frames
+
+
+def has_digest(each: bytes) -> bool:
+    kind = said.MESSAGES.get(each[4])
+    return kind is None or kind.has_digest
 
 
 def sealed(each: bytes) -> bytes:
@@ -74,7 +79,7 @@ def sealed(each: bytes) -> bytes:
         return each
     length, kind, _ = HEADER.unpack(each[: HEADER.size])
     whole = header(length, kind) + each[HEADER.size :]
-    return whole + xxhash.xxh3_128(whole).digest()
+    return whole + xxhash.xxh3_128(whole).digest() if has_digest(each) else whole
 
 
 def frame(message: said.Message) -> bytes:

@@ -215,7 +215,7 @@ class AdminSocket:
             pools.hold(asked.tenant, on=asked.on)
             return RequestDone()
         if isinstance(asked, Drain):
-            pools.drain(on=asked.on)
+            pools.draining = asked.on
             return RequestDone(pools.quiet(asked.wait_s) if asked.on else 0)
         if isinstance(asked, Reopen):
             with pools.reopening(asked.tenant) as hosted:

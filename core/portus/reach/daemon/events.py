@@ -32,7 +32,7 @@ class RateLimitedLog:
     def __init__(self, count_max: int = 20, while_s: float = 60.0) -> None:
         self._count_max: Final = count_max
         self._while_s: Final = while_s
-        self._guard: Final = threading.Lock()
+        self._guard: Final = threading.RLock()
         self._since_s = -math.inf
         self._count = 0
 
@@ -40,7 +40,7 @@ class RateLimitedLog:
         """Log an event as the function ``tell`` does, or only count it once there are too many."""
         with self._guard:
             if time.monotonic() - self._since_s > self._while_s:
-                self._end()
+                self.end()
                 self._since_s = time.monotonic()
             self._count += 1
             if self._count <= self._count_max:
@@ -49,13 +49,10 @@ class RateLimitedLog:
     def end(self) -> None:
         """Log how many events were left out until now."""
         with self._guard:
-            self._end()
-
-    def _end(self) -> None:
-        left_out, self._count = self._count - self._count_max, 0
-        if left_out > 0:
-            text = f"{left_out} more events of strangers were left out"
-            tell(logging.WARNING, "left_out", text, count=left_out)
+            left_out, self._count = self._count - self._count_max, 0
+            if left_out > 0:
+                text = f"{left_out} more events of strangers were left out"
+                tell(logging.WARNING, "left_out", text, count=left_out)
 
 
 class Lines(logging.Formatter):

@@ -72,8 +72,9 @@ class Quotas:
 class HostedPool:
     """A pool, its tenant, and the clients and saves in it. Thread-safe."""
 
-    def __init__(self, tenant: str, writer: PoolWriter, path: str | None = None) -> None:
-        """path: of the pool; None: it is in memory."""
+    def __init__(self, pools: Pools, tenant: str, writer: PoolWriter, path: str | None) -> None:
+        """pools: those of the host. path: of the pool; None: it is in memory."""
+        self._pools: Final = pools
         self.tenant: Final = tenant
         self.writer: Final = writer
         self.path: Final = path
@@ -89,8 +90,6 @@ class HostedPool:
         self._claims: Final[dict[str, tuple[bytes, int]]] = {}
         self.saves = 0
         """Saves under way."""
-        self.standstill = ""
-        """The reason why no save may begin; empty if one may."""
         self._parting = False
         """True once a client with claims said goodbye, and no client has claimed anything since."""
 
@@ -122,10 +121,15 @@ class HostedPool:
             "host to serve what is at that path",
         )
 
+    @property
+    def standstill(self) -> str:
+        """The reason why the operator has stopped changes; empty if that is not so."""
+        return self._pools.standstill(self.tenant)
+
     def refuse(self) -> None:
         """Raise ``BusyError`` if the operator has stopped changes."""
-        if self.standstill:
-            raise BusyError(errno.EAGAIN, self.standstill)
+        if why := self.standstill:
+            raise BusyError(errno.EAGAIN, why)
 
     def began(self) -> None:
         """Count one more save. Raise ``BusyError`` if none may begin."""
@@ -213,7 +217,7 @@ class Pools:
         self._shut: Final[dict[str, str]] = {}
         """Pools that this process does not open any more: the reason, by tenant."""
         self.draining = False
-        """True while no save may begin."""
+        """True while no save of any tenant may begin; set by the operator."""
         self._guard: Final = threading.Lock()
         self._open: dict[str, HostedPool] = {}
         self._opening: Final[dict[str, threading.Lock]] = {}
@@ -240,12 +244,11 @@ class Pools:
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
-                hosted = HostedPool(tenant, self._writer(tenant), pool)
+                hosted = HostedPool(self, tenant, self._writer(tenant), pool)
                 self._attach(hosted)
                 with self._guard:
                     self._open[tenant] = hosted
                     hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
-                    hosted.standstill = self._standstill(tenant)
             return hosted
 
     def _attach(self, hosted: HostedPool) -> None:
@@ -309,26 +312,15 @@ class Pools:
         """Stop or allow again the saves of a tenant, and the retiring of its versions. Raise
         ``UsageError`` if ``tenant`` is not a valid name."""
         check_tenant(tenant)
-        with self._guard:
-            (self._read_only.add if on else self._read_only.discard)(tenant)
-        self._say_standstill()
-
-    def drain(self, *, on: bool) -> None:
-        """Stop or allow again the saves of all tenants."""
-        self.draining = on
-        self._say_standstill()
+        (self._read_only.add if on else self._read_only.discard)(tenant)
 
     def quiet(self, timeout_s: float) -> int:
         """Wait until no save is under way, ``timeout_s`` at most; return how many are left."""
         until_s = time.monotonic() + timeout_s
         return sum(hosted.quiet(until_s - time.monotonic()) for hosted in self.all())
 
-    def _say_standstill(self) -> None:
-        with self._guard:
-            for hosted in self._open.values():
-                hosted.standstill = self._standstill(hosted.tenant)
-
-    def _standstill(self, tenant: str) -> str:
+    def standstill(self, tenant: str) -> str:
+        """Return the reason why the operator has stopped changes of a tenant, or ""."""
         if self.draining:
             return "the operator is draining this storage host: no new saves; try again later"
         if tenant in self._read_only:

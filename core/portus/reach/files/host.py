@@ -67,8 +67,6 @@ _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
 _NO_TOKEN: Final = bytes(16)
 
-_NONE: Final = np.empty(0, np.int64)
-
 
 class HostPool(PoolReader):
     """A tenant's pool on a storage host. It is read as any pool is; drafts make its versions."""
@@ -256,7 +254,7 @@ class HostDraft:
         self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
     ) -> Digests:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of the stored bytes."""
-        moved = _sources(address, self._lengths[indices])
+        moved = Sources.in_memory(address, self._lengths[indices])
 
         def send(link: Link) -> Digests:
             segments, digests = cut(moved)
@@ -278,7 +276,9 @@ class HostDraft:
             for feed in feeds:
                 with feed.units() as units:
                     for address, length in units:
-                        segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                        segments, digests = cut(
+                            Sources.in_memory(np.array([address]), np.array([length]))
+                        )
                         give(link, segments, digests, stop)
                         found.append(digests)
             return np.concatenate(found)
@@ -471,7 +471,7 @@ class HostDraft:
         elif parts is not None:
             digests = parts.digests
         else:
-            digests = cut(_sources(np.zeros(len(indices), np.int64), lengths))[1]
+            digests = cut(Sources.in_memory(np.zeros(len(indices), np.int64), lengths))[1]
         return digests, answer
 
     def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
@@ -666,10 +666,6 @@ class _DeviceParts:
     def _fetch(self, number: int, place: Column | None, stop: Stop) -> None:
         with self._feeds[number].units() as units:
             for row, (address, length) in enumerate(units, int(self._first[number])):
-                segments, digests = cut(_sources(np.array([address]), np.array([length])))
+                segments, digests = cut(Sources.in_memory(np.array([address]), np.array([length])))
                 best_engine().move(segments, place, digests, stop)
                 self.digests[row : row + 1] = digests
-
-
-def _sources(address: Column, length: Column) -> Sources:
-    return Sources(address=address, length=length, extent_offset=_NONE, extent_length=_NONE)
