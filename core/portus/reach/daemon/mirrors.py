@@ -52,9 +52,8 @@ class TenantMirrors:
         and the mirror cannot be written; ``TransportError`` if the store cannot be asked and the
         pool is empty."""
         place = self.address
-        below = replace(place, prefix=f"{place.prefix}/{tenant}".lstrip("/"))
-        if place.prefix.startswith("/"):
-            below = replace(place, prefix=f"{place.prefix.rstrip('/')}/{tenant}")
+        above = f"{place.prefix.rstrip('/')}/" if place.prefix else ""
+        below = replace(place, prefix=above + tenant)
         mirror = TenantMirror(below, tenant, writer, self._turns)
         try:
             mirror.join()
