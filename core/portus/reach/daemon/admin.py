@@ -39,6 +39,7 @@ _ASKED_S: Final = 5.0
 _HOST_AND_PORT: Final = re.compile(r"[^/]+:\d+")
 
 _AT_ONCE_MAX: Final = 8
+_PEER: Final = struct.Struct("3i")  # process, user and group
 _ROOT: Final = 0
 
 
@@ -183,7 +184,8 @@ class AdminSocket:
             with asking, contextlib.suppress(OSError):
                 # A client that sends nothing must not hold one of the few places.
                 asking.settimeout(_ASKED_S)
-                if _user_of(asking) not in (_ROOT, os.geteuid()):
+                peer = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+                if _PEER.unpack(peer)[1] not in (_ROOT, os.geteuid()):
                     return
                 answer = self._answer(_line(asking, _ASKED_MAX))
                 asking.sendall(msgspec.json.encode(answer) + b"\n")
@@ -341,11 +343,6 @@ def _of_user() -> str:
     """Return the run directory of this user, or "" if there is none."""
     place = os.environ.get("XDG_RUNTIME_DIR")
     return os.path.join(place, "portus") if place else ""
-
-
-def _user_of(asking: socket.socket) -> int:
-    found = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", found)[1])
 
 
 def _line(asking: socket.socket, size_max: int) -> bytes:

@@ -220,7 +220,7 @@ class Server:
             self._welcome(listener, plain, peer)
 
     def _welcome(self, listener: Listener, plain: socket.socket, peer: object) -> None:
-        name = _peer_name(listener, peer)
+        name = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else listener.address.path
         try:
             connected = plain
             if listener.context is not None:
@@ -316,9 +316,3 @@ def _peer_address(peer: object) -> str:
         return str(found)
     # The owner of an IPv6 address has 2^64 of them, and would get as many places.
     return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
-
-
-def _peer_name(listener: Listener, peer: object) -> str:
-    if isinstance(peer, tuple) and len(peer) >= 2:
-        return f"{peer[0]}:{peer[1]}"
-    return f"{listener.address.path}"

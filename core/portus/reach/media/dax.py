@@ -65,7 +65,7 @@ def device_facts(path: str) -> DeviceFacts | None:
             return None
         number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
         place = Path(_SYS_DEVICES, number).resolve()
-        if not _is_dax(place):
+        if (place / "subsystem").resolve().name != "dax":
             return None
         return DeviceFacts(
             path=path,
@@ -132,7 +132,7 @@ class DaxFile(MappedFile):
         """Raise ``MediumError`` if mapping fails, or without libpmem; ``descriptor`` stays open."""
         self._cpu: Final = cpu or processor()
         file_system = replace(file_system, early=False)  # nothing is written back by the system
-        super().__init__(descriptor, file_system, sync=self._nothing_to_sync)
+        super().__init__(descriptor, file_system)
 
     def _put(self, offset: int, data: memoryview) -> None:
         # Through the mapping: pwrite may change the file system, which would need a sync.
@@ -153,10 +153,6 @@ class DaxFile(MappedFile):
 
     def _map(self, size: int, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
         self._addresses.map(size, descriptor.number, synchronous=True)
-
-    @staticmethod
-    def _nothing_to_sync(_number: int) -> None:
-        raise AssertionError("a DAX file is persisted by the processor")
 
 
 def open_device(
@@ -181,7 +177,3 @@ def accepts_map_sync(descriptor: Descriptor) -> bool:
         return False
     linux.unmap_pages(start, length)
     return True
-
-
-def _is_dax(place: Path) -> bool:
-    return (place / "subsystem").resolve().name == "dax"

@@ -227,13 +227,13 @@ class PlainFile(WritableMedium, ReadFile):
         linux.start_writeback(self._descriptor.number, extent.offset, extent.length)
 
 
-class UncachedFile(PlainFile):
+class UncachedFile(ReadFile):
     """A file that is only read, past the page cache: it returns the bytes of the disk, and
     displaces no other pages. Its descriptor is opened with ``O_DIRECT``."""
 
-    def __init__(self, descriptor: Descriptor, file_system: FileSystemTraits) -> None:
+    def __init__(self, descriptor: Descriptor) -> None:
         """Raise ``OSError`` if the file system cannot read this way."""
-        super().__init__(descriptor, file_system, writable=False)
+        super().__init__(descriptor)
         # A mapping begins at a page, as O_DIRECT needs.
         self._buffer: Final = memoryview(mmap.mmap(-1, UNCACHED))
         # Try it now, while the caller can still open the file in another way.

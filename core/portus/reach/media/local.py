@@ -74,16 +74,14 @@ class LocalFiles:
             descriptor = Descriptor(path, flags)
         return self._medium(descriptor, writable=writable)
 
-    def open_uncached(self, path: str) -> PlainFile | DaxDevice:
+    def open_uncached(self, path: str) -> UncachedFile | PlainFile | DaxDevice:
         """Open a file for reading the bytes of the disk, past the page cache. Fall back to ``open``
         where that is not possible (memory, devices, some network file systems)."""
         with contextlib.suppress(OSError, AttributeError):  # no O_DIRECT on this platform
             if stat.S_ISREG(os.stat(path).st_mode):
                 descriptor = Descriptor(path, os.O_RDONLY | os.O_DIRECT)
                 try:
-                    return UncachedFile(
-                        descriptor, file_system_of(descriptor.number, descriptor.path)[0]
-                    )
+                    return UncachedFile(descriptor)
                 except OSError:
                     descriptor.close()
                     raise

@@ -100,16 +100,15 @@ class WritableMedium(abc.ABC):
     @abc.abstractmethod
     def _check_range(self, offset: int, length: int) -> None: ...
 
-    def _check(self) -> None:
-        self._check_open()
-        if self._poison:
-            raise MediumError(errno.EIO, self._poison)
-
     def _check_writable(self) -> None:
         self._check_open()
         if not self.info.writable:
             raise UsageError(f"{self.info.name}: opened for reading; open it with writable=True")
-        self._check()
+        self._check_sound()
+
+    def _check_sound(self) -> None:
+        if self._poison:
+            raise MediumError(errno.EIO, self._poison)
 
     def _poison_after(self, operation: str, error: OSError) -> MediumError:
         self._poison = (
@@ -243,19 +242,17 @@ class AddressedMedium(SpaceMedium):
 
     def address(self, extent: Extent) -> int:
         """Return the address of an extent, which is writable if the medium is."""
-        self._check()
+        self._check_open()
+        self._check_sound()
         self._check_range(extent.offset, extent.length)
         return self._addresses.start + extent.offset
 
     def expect(self, extent: Extent) -> None:
-        """Check the extent. Its pages are present already."""
+        """Check the extent. Its pages are present already, and only ``persist`` writes back."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
 
-    def wrote(self, extent: Extent) -> None:
-        """Check the extent. Only ``persist`` writes its bytes back."""
-        self._check_writable()
-        self._check_range(extent.offset, extent.length)
+    wrote = expect
 
 
 def pointer(view: memoryview) -> int:

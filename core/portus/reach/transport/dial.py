@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from portus.errors import PortusError, TransportError, UsageError, printable
-from portus.reach.protocol.address import Address, Scheme, Transport
+from portus.reach.protocol.address import Address, Scheme
 from portus.reach.protocol.messages import (
     MAGIC,
     NONCE_SIZE,
@@ -72,11 +72,6 @@ class Credentials:
             if self.secret_path is None
             else replace(self, secret=read_secret(self.secret_path))
         )
-
-
-def transport_wished() -> Transport:
-    """Return the transport that ``$PORTUS_TRANSPORT`` chooses. Raises ``UsageError``."""
-    return Transport.of(os.environ.get(TRANSPORT_VARIABLE, ""), TRANSPORT_VARIABLE)
 
 
 def read_secret(path: str) -> bytes:

@@ -51,7 +51,6 @@ from portus.reach.transport.dial import (
     dial,
     error_of,
     expect,
-    transport_wished,
 )
 from portus.reach.transport.regions import ClientLane, Parts, Regions, gather
 from portus.reach.transport.stream import Link, SilentError, UnexpectedMessageError, take
@@ -117,7 +116,8 @@ class Links:
         self.silence_s: Final = SILENCE_S
         self.verbs: Regions | None = None
         """The regions registered for the host; None: the host cannot reach memory here."""
-        self._wish: Final = transport_wished()
+        wish = os.environ.get(TRANSPORT_VARIABLE, "")
+        self._wish: Final = Transport.of(wish, TRANSPORT_VARIABLE)
         self._settled = self._wish is Transport.TCP
         self._lanes: Final[weakref.WeakKeyDictionary[Link, ClientLane]] = (
             weakref.WeakKeyDictionary()
