@@ -77,7 +77,8 @@ class Connection:
         self._buffer = bytearray()
         self._kind: MessageKind | None = None
         self._length = 0
-        self._payload_left = 0
+        self.payload_left = 0
+        """Bytes of payload that are still to be received."""
         self._forgotten: int | None = None
         self._owed = 0
         self._owes_digest = False
@@ -88,20 +89,15 @@ class Connection:
     @property
     def wanted_bytes(self) -> int:
         """Bytes to feed next, at most; over 0, unless payload is due."""
-        if self._payload_left:
+        if self.payload_left:
             return 0
         whole = HEADER.size if self._kind is None else self._length
         return min(whole - self._fed_bytes, _FEED_MAX)
 
     @property
-    def payload_left(self) -> int:
-        """Bytes of payload that are still to be received."""
-        return self._payload_left
-
-    @property
     def digest_due(self) -> bool:
         """True when payload was received, and its digest must be fed before it counts."""
-        return self._kind is not None and self._kind.is_payload and not self._payload_left
+        return self._kind is not None and self._kind.is_payload and not self.payload_left
 
     @property
     def body_left(self) -> int:
@@ -160,8 +156,8 @@ class Connection:
 
     def took(self, data: bytes | memoryview) -> None:
         """Note that these bytes of payload were received. A digest may follow the last."""
-        assert len(data) <= self._payload_left
-        self._payload_left -= len(data)
+        assert len(data) <= self.payload_left
+        self.payload_left -= len(data)
         if self._kind is not None:
             self._came.update(data)
 
@@ -172,7 +168,7 @@ class Connection:
             kind, length = self._open()
             self._kind, self._length = kind, length + DIGEST_SIZE
             if kind.is_payload:
-                self._payload_left, self._length = length, DIGEST_SIZE
+                self.payload_left, self._length = length, DIGEST_SIZE
                 self._kind = kind if kind.has_digest else None
                 self._step(kind)
                 return Payload(kind, length)

@@ -127,16 +127,12 @@ class Link:
         self._came = 0
         self._stop: Stop | None = None
         self._work: Stop | None = None
-        self._closed = False
+        self.closed = False
+        """True when the link can no longer be used."""
         self.silence: SilentError | None = None
         """The error that ended the link, if that was the silence of the other side."""
         _prepare(link)
         _ALL.add(self)
-
-    @property
-    def closed(self) -> bool:
-        """True when the link can no longer be used."""
-        return self._closed
 
     @contextlib.contextmanager
     def under(self, stop: Stop) -> Iterator[None]:
@@ -154,7 +150,7 @@ class Link:
         hangs up. Raise ``EndedError`` if it ended the work."""
         self._work = stop = _Work(self)
         try:
-            if self._closed:
+            if self.closed:
                 stop.set()
             yield stop
         except StoppedError as error:
@@ -282,7 +278,7 @@ class Link:
     def close(self) -> None:
         """Close the socket, and wake a thread that waits in a call of this link. A second call does
         nothing."""
-        self._closed = True
+        self.closed = True
         work = self._work
         if work is not None:
             work.set()
@@ -294,7 +290,7 @@ class Link:
     def leave(self) -> None:
         """Close this process's descriptor, in a forked child. The conversation continues in the
         parent."""
-        self._closed = True
+        self.closed = True
         os.close(self._socket.detach())
 
     @property
@@ -331,7 +327,7 @@ class Link:
 
     def is_alive(self) -> bool:
         """Return False if the other side has hung up. Only while nothing is due from it."""
-        if self._closed:
+        if self.closed:
             return False
         try:
             # A peer that keeps to the protocol sends nothing now: any byte ends the link.
@@ -444,7 +440,7 @@ class Link:
         """Raise between two short waits if the wait has to end. limit_s: None: ``silence_s``."""
         if self._stop is not None:
             self._stop.check()
-        if self._closed:
+        if self.closed:
             raise EndedError(f"{self.name}: the connection was closed")
         if self._began_s != math.inf:
             self._check_pace()
