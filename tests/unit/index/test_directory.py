@@ -1,4 +1,4 @@
-"""Pool files of which two want to be the writer."""
+"""Pool files of which two want to be the writer, and directories that another process removes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from portus.engine.spec import PAGE
 from portus.reach.index.check import check
-from portus.reach.index.directory import create_pool, open_writer
+from portus.reach.index.directory import create_pool, make_directory, open_writer
 from portus.reach.index.pool import PoolWriter
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pool import SparseMedium
@@ -61,3 +61,27 @@ def test_who_waited_for_the_writer_before_finds_the_file_as_that_one_left_it(
 def test_a_pool_is_made_beside_an_entry_with_the_longest_name(tmp_path: Path) -> None:
     (tmp_path / ("x" * 255)).mkdir()
     create_pool(str(tmp_path / "run.portus"), LocalFiles())
+
+
+@pytest.mark.parametrize("is_gone_early", [True, False])
+@pytest.mark.parametrize("name", [".portus", ".portus/checkpoints.journal"])
+def test_a_hidden_folder_that_a_save_removes_as_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_gone_early: bool
+) -> None:
+    """The end of a save removes the folder while it is empty, and the journal begins there."""
+    wanted, make, removed = tmp_path / name, os.makedirs, list[str]()
+
+    def make_and_lose(path: str, **named: bool) -> None:
+        make(path, **named)
+        if not removed:
+            removed.append(path)
+            os.removedirs(path)
+            if is_gone_early:  # it was there as ``os.makedirs`` made it, and then was not
+                raise FileExistsError
+
+    (tmp_path / "stays").touch()
+    monkeypatch.setattr(os, "makedirs", make_and_lose)
+    make_directory(str(wanted))
+    assert wanted.is_dir()
+    assert {".gitignore", "CACHEDIR.TAG"} <= set(os.listdir(tmp_path / ".portus"))
+    assert removed

@@ -246,8 +246,7 @@ class Journal(Companion, fence.Listener):
                 resumed_step=None if resumed is None else resumed[1],
             )
             with self._report_errors():
-                make_directory(os.path.dirname(directory))
-                os.makedirs(directory, exist_ok=True)
+                make_directory(directory)
                 self._make_page(begun)
             self._begun = begun
 

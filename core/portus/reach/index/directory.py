@@ -42,6 +42,8 @@ _CACHE_TAG: Final = (
     "# Checkpoints of Portus. Not a cache to clear: but backups of running pools are of no use.\n"
 )
 
+_TRIES: Final = 100
+
 HELD_S = 10.0
 """Seconds to wait for a pool that another process writes."""
 
@@ -106,19 +108,29 @@ def state_directory() -> str:
 
 
 def make_directory(directory: str) -> None:
-    """Make a pool directory if there is none, marked so that git and backups skip it."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-        if os.path.basename(directory) == DEFAULT_DIRECTORY:
-            for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
-                path = os.path.join(directory, name)
-                if not os.path.exists(path):  # an adapter may have made the directory
-                    with open(path, "w", encoding="utf-8") as file:
-                        file.write(text)
-    except OSError as error:
-        raise MediumError(
-            error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
-        ) from error
+    """Make a pool directory, or one of journals in it, if there is none. Mark the hidden one so
+    that git and backups skip it. Raises ``MediumError``."""
+    for left in reversed(range(_TRIES)):
+        try:
+            os.makedirs(directory, exist_ok=True)
+            for each in (directory, os.path.dirname(directory)):
+                if os.path.basename(each) == DEFAULT_DIRECTORY:
+                    _mark(each)
+            return
+        except OSError as error:
+            # The end of a save, in any process, removes the directory while it is empty.
+            if not left or not isinstance(error, FileExistsError | FileNotFoundError):
+                raise MediumError(
+                    error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
+                ) from error
+
+
+def _mark(directory: str) -> None:
+    for name, text in ((".gitignore", "*\n"), ("CACHEDIR.TAG", _CACHE_TAG)):
+        path = os.path.join(directory, name)
+        if not os.path.exists(path):  # an adapter may have made the directory
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
 
 
 def has_pool(path: str, files: FileSystem | None = None) -> bool:

@@ -47,6 +47,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
+from portus.reach.index.directory import make_directory as make_marked_directory
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress
@@ -684,7 +685,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         directory = os.path.dirname(self._note_path)
         fresh = f"{self._note_path}.new"
         try:
-            os.makedirs(directory, exist_ok=True)
+            make_marked_directory(directory)
             with open(fresh, "wb") as file:
                 file.write(msgspec.json.encode(_Note(self._own_run, list(self._gone))))
                 file.flush()
