@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import partial
 from typing import Final
 
@@ -149,11 +149,13 @@ def _results(
     total = sum(each.size for each in versions) + sum(each.size for each in files)
     with counter(model, total) as add:
         for added in versions:
-            result = _repair(mirror, added, local)
+            own = local.get(added.token)
+            result = _repair(mirror, added, partial(_mend_version, mirror, added, own))
             add(added.size)
             yield "version", result, f"{model}@{added.step}", {"step": added.step}
         for filed in files:
-            result = _repair_file(mirrors.files_of(model), filed, root)
+            mirrored = mirrors.files_of(model)
+            result = _repair(mirror, filed, partial(_mend_file, mirrored, filed, root))
             add(filed.size)
             about: dict[str, Json] = {"step": filed.step, "file": filed.path}
             yield "file", result, f"{model}: {printable(filed.path)}", about
@@ -178,38 +180,36 @@ _RESULTS: Final = {
 }
 
 
-def _repair(mirror: Mirror, added: Added, local: _Versions) -> str:
+def _repair(mirror: Mirror, added: Added | FileAdded, mend: Callable[[], str]) -> str:
+    """Return the result for a version or a file. mend: sends it again, and returns the result."""
     try:
-        if not mirror.find_damage(added, Stop()):
-            return "whole"
+        mirror.check(added, lambda _: None)
     except StaleError:
         return "removed"
     except CorruptionError:
-        pass  # its manifest
-    found = local.get(added.token)
-    if found is None:
-        return "damaged"
-    try:
-        retry(partial(_send, mirror, found, added))
-    except CorruptionError:
-        return "damaged"
-    return "mended"
+        return mend()
+    return "whole"
 
 
-def _repair_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
-    try:
-        mirrored.check_file(filed, lambda _: None)
-    except CorruptionError:
-        if mirrored.read().file(filed.path) != filed:
-            return "removed"
-    else:
-        return "whole"
+def _mend_version(mirror: Mirror, added: Added, found: StoredCheckpoint | None) -> str:
+    with contextlib.suppress(CorruptionError):
+        if found is not None:
+            retry(partial(_send, mirror, found, added))
+            return "mended"
+    return "damaged"
+
+
+def _mend_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
+    def send(file: OpenFile) -> str:
+        claim(mirrored, "mirror repair")
+        return "mended" if mirrored.mend_file(filed, file) else "removed"
+
     with (
         contextlib.suppress(MediumError),
         open_file(os.path.join(root, filed.path), as_torch=False) as file,
     ):
         if file.size == filed.size and digest_of(reads(file), 0, file.size) == filed.digest:
-            return "mended" if retry(partial(_mend_file, mirrored, filed, file)) else "removed"
+            return retry(partial(send, file))
     return "damaged"
 
 
@@ -275,11 +275,6 @@ def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None)
             mirror.copy(opened.reader, opened.entry.info.id, Stop())
         else:
             mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
-
-
-def _mend_file(mirrored: MirroredFiles, filed: FileAdded, file: OpenFile) -> bool:
-    claim(mirrored, "mirror repair")
-    return mirrored.mend_file(filed, file)
 
 
 def _address(url: str | None) -> StoreAddress:

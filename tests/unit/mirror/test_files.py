@@ -57,7 +57,8 @@ def fetched(files: MirroredFiles, name: str, into: Path) -> bytes:
     assert said is not None
     number = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
-        files.fetch(said, number, lambda _: None)
+        with files.open(said) as opened:
+            opened.parts[0].write(number, said.path, lambda _: None)
     finally:
         os.close(number)
     return into.read_bytes()
@@ -398,8 +399,8 @@ def test_a_check_finds_whatever_happens_to_a_file_or_to_its_digest(
     for damaged in (data[:-1], data + b"x", bytes([data[0] ^ 1]) + data[1:], b"", None):
         store.put(name, damaged) if damaged is not None else store.delete([name])
         with pytest.raises(CorruptionError, match=name):
-            files.check_file(said, lambda _: None)
+            files.check(said, lambda _: None)
     store.put(name, data)
     read: list[int] = []
-    files.check_file(said, read.append)
+    files.check(said, read.append)
     assert sum(read) == 1000

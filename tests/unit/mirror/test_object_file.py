@@ -98,8 +98,7 @@ def test_thousands_of_small_tensors_are_asked_for_once_by_few_requests(tmp_path:
     assert store.asked == [(0, added.size)]
     store.asked.clear()
     writer = new_pool()
-    with Mirror(store, MODEL).open_version(added) as opened:
-        fetch_version(opened, writer)
+    fetch_version(Mirror(store, MODEL), added, writer)
     assert store.asked == [(0, added.size)]
     [entry] = writer.catalogue().entries()
     assert same(restore.load(writer, entry), state)

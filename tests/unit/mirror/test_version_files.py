@@ -137,8 +137,7 @@ def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
     writer = new_pool()
     for added in scene.copy():
         assert len(scene.objects()) == (0 if in_pieces else 4) or added.step < 3
-        with scene.of_mirror().open_version(added) as opened:
-            fetch_version(opened, writer)
+        fetch_version(scene.of_mirror(), added, writer)
     assert portus.check(writer) == []
     first, second, third = writer.catalogue().entries()
     assert_same(restore.load(writer, first), state(1))
@@ -278,8 +277,8 @@ def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
         [entry] = reader.catalogue().entries()
         with peak() as copying:
             added = mirror.copy(reader, entry.info.id, Stop()).added
-        with mirror.open_version(added) as opened, peak() as fetching:
-            fetch_version(opened, writer)
+        with peak() as fetching:
+            fetch_version(mirror, added, writer)
         [there] = writer.catalogue().entries()
         assert restore.load(writer, there)["text"] == text  # type: ignore[index]
     assert max(*copying, *fetching) < (count - 1) * UNIT

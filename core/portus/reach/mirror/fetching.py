@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.local import check
-from portus.engine.copying.segments import Sources, Stop
+from portus.engine.copying.segments import Column, Sources, Stop
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
 from portus.engine.pipeline.draft import Labels
@@ -27,8 +27,9 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionRecord
-from portus.reach.mirror.mirror import Mirror, OpenMirrored
+from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.model_objects import ABREAST
+from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, State
 from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parallel import in_any_order
@@ -66,8 +67,7 @@ def fill(
     done = []
     for each in wanted:
         try:
-            with mirror.open_version(each) as opened:
-                fetch_version(opened, writer, advance)
+            fetch_version(mirror, each, writer, advance)
             done.append(each)
         except CorruptionError as error:
             if each == state.newest:
@@ -78,7 +78,7 @@ def fill(
 
 
 def fetch_version(
-    opened: OpenMirrored, writer: PoolWriter, advance: Advance | None = None
+    mirror: Mirror, added: Added, writer: PoolWriter, advance: Advance | None = None
 ) -> VersionRecord:
     """Commit a version of a mirror to the pool of ``writer``, as the newest one, with the same
     model, step and token. Blocks.
@@ -86,32 +86,34 @@ def fetch_version(
     Raises ``CorruptionError`` if bytes are not those of the version, ``StaleError`` if it was
     removed meanwhile, and what the store and the pool raise. Then the pool is unchanged.
     """
-    version = opened.version
-    draft = PoolDraft(writer, version.lengths)
-    try:
-        count = len(version.lengths)
-        reserved = draft.reserve(np.arange(count), np.zeros(count, np.int64))
-        _bring(opened, _Target(writer.medium, reserved.target), advance)
-        # Before the commit: only right bytes are ever part of a version (V4).
-        found = check(writer.medium, reserved.target, Stop())
-        for bad in np.flatnonzero((found != version.digests).any(axis=1))[:1].tolist():
-            raise CorruptionError(
-                f"{opened.parts[0].info.name}: model {version.info.model!r}, step "
-                f"{version.info.step}: a unit is damaged: expected digest "
-                f"{version.digests[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}"
+    with mirror.open(added) as opened:
+        version = opened.version
+        assert version is not None
+        draft = PoolDraft(writer, version.lengths)
+        try:
+            count = len(version.lengths)
+            reserved = draft.reserve(np.arange(count), np.zeros(count, np.int64))
+            _bring(opened.parts, version.lengths, _Target(writer.medium, reserved.target), advance)
+            # Before the commit: only right bytes are ever part of a version (V4).
+            found = check(writer.medium, reserved.target, Stop())
+            for bad in np.flatnonzero((found != version.digests).any(axis=1))[:1].tolist():
+                raise CorruptionError(
+                    f"{mirror.name}: model {mirror.model!r}, step {added.step}: a unit is damaged: "
+                    f"expected digest {version.digests[bad].tobytes().hex()}, found "
+                    f"{found[bad].tobytes().hex()}"
+                )
+            draft.note(reserved, version.digests)
+            labels = Labels(
+                model=mirror.model,
+                step=added.step,
+                token=added.token,
+                contents=version.manifest.contents,
+                inexact=added.inexact,
+                metrics=dict(added.metrics),
             )
-        draft.note(reserved, version.digests)
-        labels = Labels(
-            model=version.info.model,
-            step=version.info.step,
-            token=version.info.token,
-            contents=version.manifest.contents,
-            inexact=version.info.inexact,
-            metrics=version.info.metrics,
-        )
-        return draft.commit(labels, None).record
-    finally:
-        draft.release()
+            return draft.commit(labels, None).record
+        finally:
+            draft.release()
 
 
 class _Target:
@@ -132,18 +134,19 @@ class _Target:
             start, data = start + len(part), data[left:]
 
 
-def _bring(opened: OpenMirrored, target: _Target, advance: Advance | None) -> None:
+def _bring(
+    parts: Sequence[ObjectFile], lengths: Column, target: _Target, advance: Advance | None
+) -> None:
     """Store all files of a version, several ranges at a time."""
-    lengths = opened.version.lengths
     begins = (np.cumsum(lengths) - lengths).tolist()
-    counts = [len(each.file.length) for each in opened.parts]
+    counts = [len(each.file.length) for each in parts]
     firsts = [0, *itertools.accumulate(counts)]
-    spans = [each.file.spans() for each in opened.parts]
+    spans = [each.file.spans() for each in parts]
     rooms, telling = Rooms(UNIT), threading.Lock()
 
     def bring(part: tuple[int, int]) -> None:
         number, start = part
-        file = opened.parts[number]
+        file = parts[number]
         with rooms.lent(min(UNIT, file.size - start)) as room:
             data = room.data
             file.read(start, data)
@@ -158,8 +161,6 @@ def _bring(opened: OpenMirrored, target: _Target, advance: Advance | None) -> No
                     advance(len(room))
 
     ranges = [
-        (number, start)
-        for number, file in enumerate(opened.parts)
-        for start in range(0, file.size, UNIT)
+        (number, start) for number, file in enumerate(parts) for start in range(0, file.size, UNIT)
     ]
     in_any_order(bring, ranges, ABREAST)

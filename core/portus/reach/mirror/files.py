@@ -8,18 +8,16 @@ reader takes that for the file: its digest differs.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-import numpy as np
 from msgspec.structs import replace
 
 from portus.engine.copying.segments import Stop
 from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
-from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.object_file import ObjectFile, digest_of
+from portus.reach.mirror.object_file import digest_of
 from portus.reach.mirror.objects import (
     BEFORE,
     DIGEST_SUFFIX,
@@ -31,7 +29,6 @@ from portus.reach.mirror.objects import (
     VERSIONS,
     WRITER_SIZE,
     FileAdded,
-    FileObject,
     FileRemoved,
     State,
     file_name,
@@ -91,7 +88,7 @@ class MirroredFiles(Mirror):
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file became shorter meanwhile.
         """
-        self.require()
+        self.confirm()
         replaced = self.state.file(path)
         # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
@@ -100,14 +97,14 @@ class MirroredFiles(Mirror):
         return FileAdded(
             path=path,
             name=name,
-            digest=self._put(path, name, file, stop),
+            digest=self._upload(path, name, file, stop),
             size=file.size,
             step=step,
             time_ns=time_ns,
             term=self.state.term if term is None else term,
         )
 
-    def _put(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
+    def _upload(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
         size, rooms = file.size, Rooms(PART_SIZE)
 
         def parts() -> Iterator[memoryview]:
@@ -126,7 +123,7 @@ class MirroredFiles(Mirror):
         """Have the files at ``paths`` count under other names, if the store copies objects that
         large: then their own names are free for the files that replace them. Raises
         ``SupersededError``."""
-        self.require()
+        self.confirm()
         counted = filter(None, map(self.state.file, paths))
         own = [each for each in counted if not each.link and each.name == file_name(each.path)]
         self._say([each for each in map(self._copy_aside, own) if each is not None])
@@ -154,7 +151,7 @@ class MirroredFiles(Mirror):
     def drop_uncounted(self) -> None:
         """Delete the uploaded objects that are not going to count. Raises ``SupersededError``."""
         if self._uncounted:
-            self.require()  # else some may be of the present holder of the term
+            self.confirm()  # else some may be of the present holder of the term
             self._uncounted.difference_update(each.name for each in self.state.files)
             self._sweep_away(list(self._uncounted))
             self._uncounted.clear()
@@ -165,7 +162,7 @@ class MirroredFiles(Mirror):
         now = self.state.file(filed.path)
         if now is None or now.digest != filed.digest:
             return False
-        if self._put(filed.path, now.name, file, Stop()) != filed.digest:
+        if self._upload(filed.path, now.name, file, Stop()) != filed.digest:
             raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
         return True
 
@@ -176,11 +173,11 @@ class MirroredFiles(Mirror):
         ``file``, the one at ``path``; else None."""
         digest, term = digest_of(partial(_read, file), 0, file.size), self.state.term
         found = FileAdded(path, name, digest, file.size, step, time_ns, term)
-        try:
-            self.check_file(found, lambda _: None)
-        except CorruptionError:
-            return None
-        return found
+        with contextlib.suppress(CorruptionError):
+            for _ in self._read(found.object):
+                pass
+            return found
+        return None
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
@@ -260,23 +257,6 @@ class MirroredFiles(Mirror):
         named = {each.name for each in state.files}
         named |= {name + DIGEST_SUFFIX for name in named}
         return [each for each in there if each.name not in named]
-
-    def open(self, filed: FileAdded) -> ObjectFile:
-        """Return a file, open for reading; close it. Its loads raise ``CorruptionError`` if it is
-        not there (any more): call ``read`` again then."""
-        own = PackedFile(filed.path, filed.size, *(np.zeros((2, 0), np.int64)))
-        objects = [FileObject(filed.name, filed.size, filed.digest)]
-        return ObjectFile(self.name, own, objects, self._objects.load)
-
-    def fetch(self, filed: FileAdded, number: int, advance: Callable[[int], None]) -> None:
-        """Write a file into the open and empty file ``number``, as ``ObjectFile.write`` does."""
-        self.open(filed).write(number, filed.path, advance)
-
-    def check_file(self, filed: FileAdded, advance: Callable[[int], None]) -> None:
-        """Read all of a file, and the digest beside it. Raise ``CorruptionError`` if one of them is
-        missing or damaged."""
-        for size in self._objects.read_file(filed.name, filed.size, filed.digest):
-            advance(size)
 
     def _say(self, facts: Sequence[FileAdded | FileRemoved]) -> None:
         """Note facts, by one entry of the log if it has room."""

@@ -48,7 +48,6 @@ from portus.reach.mirror.objects import (
     SealError,
     State,
     Term,
-    UnusedManifest,
     entry_name,
     entry_number,
 )
@@ -95,13 +94,17 @@ class MirrorLog:
         """newest: the number of an existing entry, 0 for none. The first read takes it for the
         newest, instead of a list."""
         self._objects: Final = objects
-        self._model: Final = objects.model
+        self.model: Final = objects.model
         self._seal: Final = seal
         self._known: _KnownLog | None = None
         self._newest = newest
-        self._term: int | None = None
-        self.state = State()
-        """The state that this writer knows. Others may have appended since."""
+        self._own: tuple[int, bytes] | None = None
+        """The term of this writer, and its random name there."""
+
+    @property
+    def state(self) -> State:
+        """The state when this object last read the log, or wrote to it."""
+        return State() if self._known is None else self._known.state
 
     @property
     def damage(self) -> Sequence[CorruptionError]:
@@ -112,117 +115,31 @@ class MirrorLog:
     @property
     def is_claimed(self) -> bool:
         """True from a claim until this writer finds that another one superseded it."""
-        return self._term is not None
+        return self._own is not None
 
     def require(self) -> None:
         """Raise ``SupersededError`` unless this writer has the term, as far as it knows."""
-        if self._term is None:
-            raise self._superseded_error()
+        state = self.state
+        if self._own != (state.term, state.writer):
+            self._own = None
+            what = "was passing by" if state.passing else "continues with it"
+            raise SupersededError(
+                f"the mirror of model {self.model!r} is in term {state.term}: "
+                f"{state.who or 'no writer'} {what}. Commits of this process are no longer "
+                "mirrored",
+                passing=state.passing,
+            )
 
     def read(self) -> State:
-        """Return the present state; ``state`` stays as it is. Damaged entries are skipped, with an
+        """Return the present state: one page of a list, and up to 17 small reads; from the second
+        call on one small read, and one for each new entry. Damaged entries are skipped, with an
         error in the log of Python.
 
         Raises ``CorruptionError`` if all are damaged, ``UsageError`` if a newer Portus wrote the
         log, or if it needs a key.
         """
-        return self._read().state
-
-    def confirm(self) -> None:
-        """Read the log, and raise ``SupersededError`` if another writer took the term by now."""
-        state = self.read()
-        if (state.term, state.writer) != (self.state.term, self.state.writer):
-            self._term = None
-        self.state = state
-        self.require()
-
-    def claim(
-        self,
-        claimed: Claimed,
-        writer: bytes,
-        first: Sequence[Fact] = (),
-        at: int | None = None,
-    ) -> State:
-        """Begin a term. writer: random, and new for each claim. first: further facts of the log's
-        very first entry. at: the number of the entry before this one; raises ``StaleError`` if
-        another one came in between."""
-        self._term = None
-        known = self._read()
-        self.state = known.state
-        for _ in range(NUMBER_MAX):
-            if at is not None and self.state.number != at:
-                raise StaleError(f"the mirror of model {self._model!r}: another entry came first")
-            # A damaged entry may have been a claim: then its term differs from this one.
-            term = self.state.term + 1 + len(known.damage)
-            facts: tuple[Fact, ...] = (claimed,) if self.state.number else (claimed, *first)
-            # After damaged entries it has the whole state, so readers need not look at those.
-            entry = LogEntry(self._model, term, writer, facts)
-            if self._put(entry, is_whole=bool(known.damage)):
-                self._term, self._known = term, _KnownLog(self.state)
-                break
-        return self.state
-
-    def append(self, facts: Sequence[Fact]) -> State:
-        """Append ``facts``, all or none; when this returns, they count. If this raises after a
-        request, they may count, now or later: the next call settles that before it does anything
-        else.
-
-        Raises ``SupersededError`` if another writer took the term, at once or before.
-        """
-        self.require()
-        if not 0 < len(facts) <= FACTS_MAX:
-            raise UsageError(f"an entry of a mirror: expected 1 to {FACTS_MAX} facts")
-        while True:  # ends: each turn but the last an entry of another was found in its place
-            assert self._term is not None
-            entry = LogEntry(self._model, self._term, self.state.writer, tuple(facts))
-            mine = self._put(entry)
-            if mine:
-                return self.state
-            # An entry in this place need not be a claim: it may be one that does not count.
-            if self.state.term != self._term or self.state.writer != entry.writer:
-                self._term = None
-                raise self._superseded_error()
-
-    def _superseded_error(self) -> SupersededError:
-        state = self.state
-        what = "was passing by" if state.passing else "continues with it"
-        return SupersededError(
-            f"the mirror of model {self._model!r} is in term {state.term}: "
-            f"{state.who or 'no writer'} {what}. Commits of this process are no longer mirrored",
-            passing=state.passing,
-        )
-
-    def _put(self, entry: LogEntry, *, is_whole: bool = False) -> bool:
-        """Make ``entry`` the next one. Return False if another one is in its place; the state has
-        that now. is_whole: with the whole state."""
-        number = self.state.number + 1
-        state = fold(self.state, number, entry)
-        # So a start reads 17 entries at most, however long the log is.
-        if is_whole or number % STRIDE == 0:
-            entry = replace(entry, state=state)
-        data = self._seal.entry(number, entry)
-        for _ in range(_ABSENT_MAX):
-            made = self._objects.create(entry_name(number), data)
-            # A taken name may be this very request's, which was repeated, or another writer's.
-            there = data if made else self._objects.get(entry_name(number))
-            if there == data:  # made now, or by a repeated request (M1)
-                self.state = state
-                return True
-            if there is not None:
-                found = self._seal.read_entry(number, there, self._model)
-                self.state = fold(self.state, number, found)
-                return False
-        raise TransportError(
-            f"{entry_name(number)} of the mirror of model {self._model!r}: the store reports "
-            "both that it exists and that it does not"
-        )
-
-    def _read(self) -> _KnownLog:
-        known = self._known
-        told = () if known is None else known.damage
+        told, known = self.damage, self._known
         if known is not None:
-            if self.state.number > known.state.number:  # appended to since it was read
-                known = _KnownLog(self.state, known.damage)
             # A read of the next number is cheaper than a list.
             known = self._onward(known, STRIDE)
         if known is None:  # never read, or much was appended meanwhile
@@ -233,9 +150,74 @@ class MirrorLog:
             raise self._unread(known.damage)
         for error in known.damage:
             if error not in told:
-                _log.error("the mirror of model %r: %s; its contents are lost", self._model, error)
+                _log.error("the mirror of model %r: %s; its contents are lost", self.model, error)
         self._known = known
-        return known
+        return known.state
+
+    def confirm(self) -> None:
+        """Read the log, and raise ``SupersededError`` if another writer took the term by now."""
+        self.read()
+        self.require()
+
+    def note(self, facts: Sequence[Fact]) -> State:
+        """Append ``facts``, all or none; when this returns, they count. If this raises after a
+        request, they may count, now or later: the next call settles that before it does anything
+        else.
+
+        Raises ``SupersededError`` if another writer took the term, at once or before.
+        """
+        self.require()
+        if not 0 < len(facts) <= FACTS_MAX:
+            raise UsageError(f"an entry of a mirror: expected 1 to {FACTS_MAX} facts")
+        assert self._own is not None
+        entry = LogEntry(self.model, *self._own, tuple(facts))
+        while not self._put(entry):  # ends: each time an entry of another was found in its place
+            # That need not be a claim: it may be one that does not count.
+            self.require()
+        return self.state
+
+    def _begin_term(
+        self, claimed: Claimed, writer: bytes, first: Sequence[Fact], at: int | None
+    ) -> None:
+        """Begin a term. writer: random, and new for each claim. first: further facts of the log's
+        very first entry. at: the number of the entry before this one; raises ``StaleError`` if
+        another one came in between."""
+        self._own = None
+        self.read()
+        while self._own is None:  # ends: as in ``note``
+            state, damage = self.state, self.damage
+            if at is not None and state.number != at:
+                raise StaleError(f"the mirror of model {self.model!r}: another entry came first")
+            # A damaged entry may have been a claim: then its term differs from this one.
+            term = state.term + 1 + len(damage)
+            facts: tuple[Fact, ...] = (claimed,) if state.number else (claimed, *first)
+            # After damaged entries it has the whole state, so readers need not look at those.
+            if self._put(LogEntry(self.model, term, writer, facts), is_whole=bool(damage)):
+                self._own = term, writer
+
+    def _put(self, entry: LogEntry, *, is_whole: bool = False) -> bool:
+        """Make ``entry`` the next one. Return False if another one is in its place; the state has
+        that now. is_whole: with the whole state."""
+        known, number = self._known, self.state.number + 1
+        assert known is not None
+        # So a start reads 17 entries at most, however long the log is.
+        if is_whole or number % STRIDE == 0:
+            entry = replace(entry, state=fold(known.state, number, entry))
+        data = self._seal.entry(number, entry)
+        for _ in range(_ABSENT_MAX):
+            made = self._objects.create(entry_name(number), data)
+            # A taken name may be this very request's, which was repeated, or another writer's.
+            there = data if made else self._objects.get(entry_name(number))
+            if there is not None:
+                # The same bytes: made now, or by a repeated request (M1).
+                is_own = there == data
+                entry = entry if is_own else self._seal.read_entry(number, there, self.model)
+                self._known = known.append(entry)
+                return is_own
+        raise TransportError(
+            f"{entry_name(number)} of the mirror of model {self.model!r}: the store reports "
+            "both that it exists and that it does not"
+        )
 
     def _newest_entry(self) -> int:
         """Return the number of the newest entry, or of one before it; 0 if there is none."""
@@ -261,7 +243,7 @@ class MirrorLog:
 
     def _unread(self, damage: Sequence[CorruptionError]) -> PortusError:
         """Return the error of a log of which no entry could be read."""
-        what = f"the mirror of model {self._model!r}: none of the {len(damage)} entries of its log"
+        what = f"the mirror of model {self.model!r}: none of the {len(damage)} entries of its log"
         if all(isinstance(error, SealError) for error in damage):
             return UsageError(
                 f"{what} is sealed with the key of PORTUS_MIRROR_KEY. Set that to the key which "
@@ -292,7 +274,7 @@ class MirrorLog:
         try:
             if data is None:
                 raise CorruptionError(f"{entry_name(number)} is missing")
-            entry = self._seal.read_entry(number, data, self._model)
+            entry = self._seal.read_entry(number, data, self.model)
             if entry.state is not None and entry.state.number != number:
                 raise CorruptionError(f"{entry_name(number)}: its state is of another entry")
         except CorruptionError as error:
@@ -315,7 +297,7 @@ def fold(state: State, number: int, entry: LogEntry | None) -> State:
 def _with_facts(state: State, entry: LogEntry) -> State:
     terms = list(state.terms)
     versions = {each.token: each for each in state.versions}
-    gone = {each.manifest: each for each in state.gone}
+    gone = dict(state.gone)
     files = {each.path: each for each in state.files}
     for fact in entry.facts:
         if isinstance(fact, Claimed):
@@ -324,7 +306,7 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         if isinstance(fact, Added | Removed):
             before = versions.pop(fact.token, None)
             if before is not None:
-                gone[before.manifest] = UnusedManifest(before.manifest, state.number)
+                gone[before.manifest] = state.number
         if isinstance(fact, Added):
             versions[fact.token] = fact
             gone.pop(fact.manifest, None)
@@ -333,13 +315,12 @@ def _with_facts(state: State, entry: LogEntry) -> State:
         elif isinstance(fact, FileRemoved):
             files.pop(fact.path, None)
         elif isinstance(fact, Collected):
-            for name in fact.manifests:
-                gone.pop(name, None)
+            gone = {name: number for name, number in gone.items() if number > fact.until}
             state = replace(state, collected_ns=fact.time_ns)
     return replace(
         state,
         terms=tuple(terms[-TERMS_MAX:]),
         versions=tuple(versions.values()),
-        gone=tuple(gone.values())[-GONE_MAX:],
+        gone=tuple(gone.items())[-GONE_MAX:],
         files=tuple(files.values()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import posixpath
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import digest
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.index.file_table import decode_table
+from portus.reach.index.file_table import PackedFile, decode_table
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.mirror.model_objects import ABREAST, Advance, ModelObjects
@@ -22,9 +23,9 @@ from portus.reach.mirror.objects import (
     LOG,
     Added,
     Fact,
+    FileAdded,
     FileObject,
     Seal,
-    State,
     entry_number,
     model_of,
 )
@@ -47,9 +48,10 @@ class MirroringCost:
 
 @dataclass(frozen=True, slots=True)
 class OpenMirrored:
-    """A version that is open for reading. ``parts``: all of its bytes, its files in their order."""
+    """A version, or a file of a run, that is open for reading. ``parts``: all of its bytes, its
+    files in their order. ``version``: None for a file of a run."""
 
-    version: ReadManifest
+    version: ReadManifest | None
     parts: Sequence[ObjectFile]
 
     def files(self) -> dict[str, ObjectFile]:
@@ -63,7 +65,7 @@ class NotMirroredError(UsageError):
 
 class Mirror(Writer):
     """The mirror of one model. The maker of the store closes it. One thread at a time, but for
-    ``read`` and ``open_version``; one object may read while another one writes.
+    ``read`` and ``open``; one object may read while another one writes.
 
     All methods raise what the store raises, and ``UsageError`` if the mirror needs a key, or a
     newer Portus wrote it.
@@ -81,20 +83,7 @@ class Mirror(Writer):
         """Make no request. key: ``PORTUS_MIRROR_KEY``. name: of the store, for messages. newest:
         the number of an existing entry of the log, if that is known: it saves the list."""
         super().__init__(ModelObjects(store, model, name), Seal(key), newest)
-        self.model: Final = model
         self.name: Final = name
-
-    @property
-    def damage(self) -> Sequence[CorruptionError]:
-        """The errors of the entries that could not be read, one for each, at the last read or
-        claim. A claim repeats what is known, and then there are none."""
-        return self._log.damage
-
-    def read(self) -> State:
-        """Return what the log says now: one page of a list, and up to 17 small reads; from the
-        second call on one small read, and one for each new entry. Damaged entries are skipped, with
-        an error in the log of Python."""
-        return self._log.read()
 
     def copy(
         self,
@@ -132,18 +121,23 @@ class Mirror(Writer):
             return read_manifest(self._objects, self._seal, added.manifest)
 
     @contextlib.contextmanager
-    def open_version(self, added: Added) -> Iterator[OpenMirrored]:
-        """Open the files of a version for reading. Raises as ``manifest``; so do their loads."""
-        version = self.manifest(added)
+    def open(self, added: Added | FileAdded) -> Iterator[OpenMirrored]:
+        """Open the files of a version, or a file of a run, for reading. Raises as ``manifest``; so
+        do their loads."""
+        version = None
+        if isinstance(added, Added):
+            version = self.manifest(added)
+            own = zip(version.files, version.manifest.files, strict=True)
+        else:
+            name, nowhere = posixpath.basename(added.path), np.zeros(0, np.int64)
+            file = PackedFile(name, added.size, nowhere, nowhere)
+            own = zip([file], [(added.object,)], strict=True)
 
         def load(name: str, start: int, into: memoryview) -> None:
             with self._meanwhile(added):
                 self._objects.load(name, start, into)
 
-        files = [
-            ObjectFile(self.name, file, objects, load)
-            for file, objects in zip(version.files, version.manifest.files, strict=True)
-        ]
+        files = [ObjectFile(self.name, file, objects, load) for file, objects in own]
         try:
             yield OpenMirrored(version, files)
         finally:
@@ -162,18 +156,18 @@ class Mirror(Writer):
                 return each.name
             return None
 
-        objects = self.manifest(added).manifest.objects().values()
-        with contextlib.closing(abreast(find, objects, ABREAST)) as names:
+        with contextlib.closing(abreast(find, self._files_of(added), ABREAST)) as names:
             damaged = frozenset(name for name in names if name is not None)
         if damaged:
-            self._require(added)
+            self._require_counted(added)
         return damaged
 
-    def check(self, added: Added, advance: Advance) -> None:
-        """Raise ``CorruptionError``, naming it, if an object of a version is missing or damaged.
-        Reads all of them. Raises as ``manifest``. advance: called with counts of read bytes."""
+    def check(self, added: Added | FileAdded, advance: Advance) -> None:
+        """Raise ``CorruptionError``, naming it, if an object of a version, or of a file of a run,
+        is missing or damaged. Reads all of them. Raises as ``manifest``. advance: called with
+        counts of read bytes."""
         with self._meanwhile(added):
-            for each in self.manifest(added).manifest.objects().values():
+            for each in self._files_of(added):
                 for size in self._read(each):
                     advance(size)
 
@@ -189,22 +183,29 @@ class Mirror(Writer):
                 return 0
         return self.copy(reader, version, stop, damaged=damaged).objects
 
+    def _files_of(self, added: Added | FileAdded) -> Collection[FileObject]:
+        if isinstance(added, FileAdded):
+            return [added.object]
+        return self.manifest(added).manifest.objects().values()
+
     def _read(self, each: FileObject) -> Iterator[int]:
         read = self._objects.read_file if each.is_whole else self._objects.read_piece
         return read(each.name, each.size, each.digest)
 
     @contextlib.contextmanager
-    def _meanwhile(self, added: Added) -> Iterator[None]:
-        """Raise ``StaleError`` in place of damage if the version was removed meanwhile."""
+    def _meanwhile(self, added: Added | FileAdded) -> Iterator[None]:
+        """Raise ``StaleError`` in place of damage if the version, or the file, was removed
+        meanwhile."""
         try:
             yield
         except CorruptionError:
-            self._require(added)
+            self._require_counted(added)
             raise
 
-    def _require(self, added: Added) -> None:
-        """Raise ``StaleError`` if a version is not in the mirror any more."""
-        if all(each.manifest != added.manifest for each in self.read().versions):
+    def _require_counted(self, added: Added | FileAdded) -> None:
+        """Raise ``StaleError`` if a version, or a file, is not in the mirror any more."""
+        state = self.read()
+        if added not in (*state.versions, *state.files):
             raise StaleError(
                 f"{self.name}: step {added.step} of model {self.model!r} was removed while "
                 "it was read; load the newest again"

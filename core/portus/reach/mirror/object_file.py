@@ -101,7 +101,7 @@ class ObjectFile(ReadOnlyMedium):
         self.close()
         ranges = zip(offset.tolist(), length.tolist(), strict=True)
         self._ahead = _Ahead(
-            self,
+            self.read,
             [
                 (start, min(start + UNIT, begin + size))
                 for begin, size in ranges
@@ -202,13 +202,14 @@ class ObjectFile(ReadOnlyMedium):
             if kept not in self._bytes:
                 self._read_kept()
             return _copy(self._bytes[kept], offset - kept[0], view)
+        arrived = None if self._ahead is None else self._ahead.take(offset)
+        if arrived is not None:
+            return _copy(arrived, 0, view)
         after = bisect.bisect(self._kept, (offset, offset))
         if after < len(self._kept):
             view = view[: self._kept[after][0] - offset]
-        taken = 0 if self._ahead is None else self._ahead.take(offset, view)
-        if not taken:
-            self.read(offset, view)
-        return taken or len(view)
+        self.read(offset, view)
+        return len(view)
 
     def _range_at(self, offset: int) -> _Range | None:
         """Return the range to read at once that has that byte; None if there is none."""
@@ -235,57 +236,39 @@ def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: 
 
 
 class _Ahead:
-    """Ranges of a file that are read before they are requested. A reader that takes them in another
-    order than the announced one gets no bytes for some, and reads these otherwise."""
+    """Ranges of a file that are read before they are requested, in their order. A reader that takes
+    them in another order gets nothing for some, and reads these otherwise."""
 
-    def __init__(self, file: ObjectFile, ranges: Sequence[_Range]) -> None:
-        self._file: Final = file
-        self._ranges: Final = ranges
-        self._order: Final = sorted((each, number) for number, each in enumerate(ranges))
-        self._free: Final[list[memoryview]] = []
-        """Memory to use again."""
-        self._arriving: Final = abreast(self._fetch, ranges, _count(ranges))
-        self._now = -1
-        """The number of the range that arrived last."""
-        self._data = memoryview(b"")
+    def __init__(self, read: Callable[[int, memoryview], None], ranges: Sequence[_Range]) -> None:
+        self._numbers: Final = {start: number for number, (start, _) in enumerate(ranges)}
+        self._count = 0
+        """The number of ranges that arrived, or failed."""
+        rooms = Rooms(UNIT)
+
+        def fetch(part: _Range) -> memoryview:
+            room = rooms.give(part[1] - part[0])
+            read(part[0], room)
+            return room
+
+        self._arriving: Final = abreast(fetch, ranges, _count(ranges))
 
     def has(self, offset: int) -> bool:
-        """Return whether that byte is still to be taken."""
-        return self._number(offset) >= max(0, self._now)
+        """Return whether a range begins there, and is still to be taken."""
+        return self._numbers.get(offset, -1) >= self._count
 
-    def take(self, offset: int, view: memoryview) -> int:
-        """Fill the beginning of ``view`` from ``offset``; return the number of bytes, 0 if that
-        byte was not announced or is gone."""
-        number = self._number(offset)
-        while number > self._now:
-            if len(self._data):
-                self._free.append(self._data)
-            arrived = next(self._arriving, None)
-            if arrived is None:
-                return 0  # an earlier range failed, and that error was raised
-            self._data, self._now = arrived, self._now + 1
-        if number < 0 or number < self._now:
-            return 0
-        start, end = self._ranges[number]
-        return _copy(self._data[: end - start], offset - start, view)
+    def take(self, offset: int) -> memoryview | None:
+        """Return the range that begins there; None if it was not announced or is gone."""
+        arrived = None
+        if self.has(offset):
+            while self._count <= self._numbers[offset]:
+                self._count += 1
+                # None after a range failed, and its error was raised.
+                arrived = next(self._arriving, None)
+        return arrived
 
     def close(self) -> None:
         """Make no more requests, and wait for the running ones."""
         self._arriving.close()
-
-    def _number(self, offset: int) -> int:
-        """Return the number of the range that has a byte; -1 for none."""
-        before = bisect.bisect(self._order, ((offset, 1 << 62), 0)) - 1
-        (start, end), number = self._order[before] if before >= 0 else ((0, 0), -1)
-        return number if start <= offset < end else -1
-
-    def _fetch(self, part: _Range) -> memoryview:
-        try:
-            room = self._free.pop()
-        except IndexError:
-            room = np.empty(UNIT, np.uint8).data
-        self._file.read(part[0], room[: part[1] - part[0]])
-        return room
 
 
 def _join(parts: Iterable[tuple[int, int]]) -> list[_Range]:

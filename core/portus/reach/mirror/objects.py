@@ -12,8 +12,8 @@ All objects of a model are below one prefix (``prefix_of``)::
     _portus/again/<name>   the replacement of such a file, if the store copies no object that large
 
 An entry of the log is created if absent, and never changed or deleted. The name of a manifest or
-a piece is never used for other bytes: it has the digest, the length, the writer, and the epoch.
-So a late request writes the same bytes again.
+a piece is never used for other bytes: it has the digest, the length, and a random tag. So a late
+request writes the same bytes again.
 
 Entries and manifests are msgpack behind a header (``HEADER``), whose digest covers the name too: an
 object that was moved to another name is damaged. ``docs/format.md`` has all of it, and is tested.
@@ -165,6 +165,19 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     token: _Token
 
 
+class FileObject(msgspec.Struct, frozen=True, array_like=True):
+    """A whole file, or a piece of one: the object ``name``, and the xxh3_128 of all of it."""
+
+    name: _Name
+    size: _Count
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+
+    @property
+    def is_whole(self) -> bool:
+        """True for a file, False for a piece of one."""
+        return not self.name.startswith(PIECES)
+
+
 class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) exists as the
     object ``name``. Replaces the earlier fact of the path.
@@ -185,6 +198,11 @@ class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
     retired: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
 
+    @property
+    def object(self) -> FileObject:
+        """The object that is the file."""
+        return FileObject(self.name, self.size, self.digest)
+
 
 class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
     """The fact that there is no file at ``path`` any more."""
@@ -193,10 +211,11 @@ class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
 
 
 class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """Objects that only these manifests named, of versions long removed, are about to be deleted.
-    ``time_ns``: when, by the clock of the writer; 0: unknown."""
+    """Objects that no version needs are about to be deleted, also those that only versions needed
+    which an entry up to ``until`` removed. ``time_ns``: when, by the clock of the writer; 0:
+    unknown."""
 
-    manifests: Annotated[tuple[_Name, ...], Meta(max_length=FACTS_MAX)]
+    until: _Count
     time_ns: _Count = 0
 
 
@@ -212,19 +231,13 @@ class Term(msgspec.Struct, frozen=True, array_like=True):
     commit: _Count
 
 
-class UnusedManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A manifest that no version has any more, since the entry ``number``."""
-
-    manifest: _Name
-    number: _Count
-
-
 class State(msgspec.Struct, frozen=True, array_like=True):
     """The state of a log, up to the entry ``number``.
 
     ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
-    first. ``versions``: in the order in which they were added. ``gone``: manifests that readers may
-    still need, with their objects. ``collected_ns``: ``time_ns`` of the last ``Collected``.
+    first. ``versions``: in the order in which they were added. ``gone``: manifests that no version
+    has any more, and the numbers of the entries since which: readers may still need them, with
+    their objects. ``collected_ns``: ``time_ns`` of the last ``Collected``.
     ``files``: those of a run in a directory, which has no versions.
     """
 
@@ -235,7 +248,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     passing: bool = False
     terms: tuple[Term, ...] = ()
     versions: tuple[Added, ...] = ()
-    gone: tuple[UnusedManifest, ...] = ()
+    gone: tuple[tuple[_Name, _Count], ...] = ()
     collected_ns: _Count = 0
     files: tuple[FileAdded, ...] = ()
 
@@ -293,42 +306,20 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     state: State | None = None
 
 
-class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A whole file of a version, or a piece of one: the object ``name``, and the xxh3_128 of all of
-    it."""
-
-    name: _Name
-    size: _Count
-    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
-
-    @property
-    def is_whole(self) -> bool:
-        """True for a file, False for a piece of one."""
-        return self.name.startswith(VERSIONS)
-
-
 class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and the objects of its files.
 
     ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each of their
     units. ``contents``: as in its record, the table of its files. ``files``: for each file its
-    objects, end to end. The rest as in ``VersionInfo``; ``pool`` is the identity of its pool.
+    objects, end to end.
     """
 
     model: _Name
-    pool: _Token
-    id: _Count
-    commit: _Count
-    step: int
     token: _Token
-    time_ns: _Count
-    size: _Count
-    inexact: bool
     lengths: bytes
     digests: bytes
     contents: bytes
     files: tuple[tuple[FileObject, ...], ...]
-    metrics: _Metrics = {}
 
     def objects(self) -> dict[Key, FileObject]:
         """Return the objects of its files, by their contents."""
@@ -370,11 +361,7 @@ def digest_line(name: str, sent: bytes) -> bytes:
 
 def prefix_of(model: str) -> str:
     """Return the prefix of the objects of ``model``, in a store that may hold other models too."""
-    plain = urllib.parse.quote(model, safe="").replace("~", "%7E").replace(".", "%2E")
-    quoted = plain.replace("%", "=")
-    if len(quoted) > _QUOTED_MAX:
-        quoted = f"{quoted[:_QUOTED_MAX]}={digest(model.encode()).hex()}"
-    return quoted + "/"
+    return _quote(model, "") + "/"
 
 
 def file_name(path: str, before: str = "") -> str:
@@ -394,7 +381,7 @@ def _file_name(path: str) -> str:
     is_plain = _is_free(path, name_before(path, bytes(WRITER_SIZE))) and not f"{path}/".startswith(
         (OWN, VERSIONS)
     )
-    return path if is_plain else QUOTED + _quote_path(path)
+    return path if is_plain else QUOTED + _quote(path)
 
 
 def path_of(name: str) -> str | None:
@@ -413,20 +400,18 @@ def _is_free(path: str, name: str) -> bool:
     return is_name(name + DIGEST_SUFFIX) and f"{DIGEST_SUFFIX}/" not in f"{path}/"
 
 
-def version_file_name(step: int, name: str, token: bytes, writer: bytes, epoch: int) -> str:
+def version_file_name(step: int, name: str, token: bytes, tag: bytes) -> str:
     """Return the name of the file ``name`` of a version, below the prefix of its model. It is never
-    used for other bytes: it has a digest of the version, the writer, and the epoch."""
-    tag = digest(token + writer + epoch.to_bytes(8, "little"))[:6].hex()
-    below = f"{VERSIONS}step-{step:08d}-{tag}/"
+    used for other bytes: it has a digest of the version and the random ``tag``."""
+    below = f"{VERSIONS}step-{step:08d}-{digest(token + tag)[:6].hex()}/"
     if _is_free(name, below + name) and not name.startswith(OWN):
         return below + name
-    return below + QUOTED + _quote_path(name).replace("/", "=2F")
+    return below + QUOTED + _quote(name, "")
 
 
-def _quote_path(path: str) -> str:
-    plain = urllib.parse.quote(path, safe="/", errors="surrogateescape")
-    plain = plain.replace("~", "%7E").replace(".", "%2E")
-    quoted = plain.replace("%", "=")
+def _quote(path: str, safe: str = "/") -> str:
+    plain = urllib.parse.quote(path, safe=safe, errors="surrogateescape")
+    quoted = plain.replace("~", "%7E").replace(".", "%2E").replace("%", "=")
     if len(quoted) > _QUOTED_MAX:
         said = path.encode(errors="surrogateescape")
         quoted = f"{quoted[:_QUOTED_MAX]}={digest(said).hex()}"
@@ -452,10 +437,10 @@ def entry_number(name: str) -> int | None:
     return NUMBER_MAX - int(match[1]) if match else None
 
 
-def content_name(content: bytes, length: int, writer: bytes, epoch: int) -> str:
+def content_name(content: bytes, length: int, tag: bytes) -> str:
     """Return the name of a manifest or a piece, in its folder. content: a digest that determines
-    all of its contents."""
-    return f"{content.hex()}-{length}-{writer.hex()}-{epoch}"
+    all of its contents. tag: random, and new after each collection."""
+    return f"{content.hex()}-{length}-{tag.hex()}"
 
 
 class Seal:
@@ -469,10 +454,10 @@ class Seal:
         """Return the object of ``entry``."""
         return self._wrap(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
 
-    def manifest(self, manifest: Manifest, writer: bytes, epoch: int) -> tuple[str, bytes]:
+    def manifest(self, manifest: Manifest, tag: bytes) -> tuple[str, bytes]:
         """Return the name of the object of ``manifest`` in its folder, and the object."""
         payload = _encoder.encode(manifest)
-        name = content_name(digest(payload), HEADER.size + len(payload), writer, epoch)
+        name = content_name(digest(payload), HEADER.size + len(payload), tag)
         return name, self._wrap(ObjectKind.MANIFEST, MANIFESTS + name, payload)
 
     def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
@@ -538,7 +523,7 @@ _QUOTED_MAX: Final = 150
 _ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
 _ELSEWHERE: Final = re.compile(rf"^(?:{AGAIN}|{BEFORE}[0-9a-f]{{{2 * WRITER_SIZE}}}/)")
 _PIECE: Final = re.compile(
-    rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{16}}-(?:0|[1-9][0-9]*)"
+    rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{{2 * WRITER_SIZE}}}"
 )
 
 _encoder: Final = msgspec.msgpack.Encoder()

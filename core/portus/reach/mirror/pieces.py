@@ -16,7 +16,6 @@ import numpy as np
 
 from portus.engine.copying.segments import Column, Digests
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT, digest, unit_counts
-from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.index.file_table import PackedFile, decode_table
 from portus.reach.mirror.objects import FileObject, Key, Manifest
@@ -107,17 +106,12 @@ class ReadManifest:
     @classmethod
     def of(cls, manifest: Manifest) -> ReadManifest:
         """Check a manifest. Raise ``CorruptionError`` if its parts do not fit together."""
-        where = f"the manifest of step {manifest.step} of model {manifest.model!r}"
+        where = f"the manifest of version {manifest.token.hex()} of model {manifest.model!r}"
         if len(manifest.lengths) % 8:
             raise CorruptionError(f"{where}: a column of {len(manifest.lengths)} bytes")
         lengths: Column = np.frombuffer(manifest.lengths, "<i8").astype(np.int64)
         if (lengths < 0).any() or float(lengths.sum(dtype=np.float64)) > _SUM_MAX:
             raise CorruptionError(f"{where}: lengths of storages are out of range")
-        if manifest.size != int(lengths.sum()):
-            raise CorruptionError(
-                f"{where}: expected storages of {manifest.size} bytes together, found "
-                f"{int(lengths.sum())}"
-            )
         count = int(unit_counts(lengths).sum())
         if len(manifest.digests) != count * DIGEST_SIZE:
             raise CorruptionError(
@@ -129,22 +123,6 @@ class ReadManifest:
         if sizes != [each.size for each in files]:
             raise CorruptionError(f"{where}: its objects are not as long as its files")
         return cls(manifest, lengths, digests, files)
-
-    @property
-    def info(self) -> VersionInfo:
-        """The version's ``VersionInfo``."""
-        said = self.manifest
-        return VersionInfo(
-            model=said.model,
-            id=said.id,
-            commit=said.commit,
-            step=said.step,
-            token=said.token,
-            time_ns=said.time_ns,
-            size=said.size,
-            inexact=said.inexact,
-            metrics=dict(said.metrics),
-        )
 
 
 _SUM_MAX: Final = float(1 << 62)

@@ -5,7 +5,7 @@
 - **M2** A version relies only on these earlier objects: those of a manifest that was there at the
   claim, or is this writer's own; and those that this writer has put since, with an answer.
 - **M3** Objects to delete were listed before an entry that counts, no manifest of then names them,
-  and none ever will: names have the writer and the epoch, and collecting ends an epoch.
+  and none ever will: names have a random tag, and collecting ends its use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.log import MirrorLog
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
-    FACTS_MAX,
     LOG,
     MANIFESTS,
     PIECES,
@@ -81,7 +80,7 @@ class DeletedObjects:
     size: int
 
 
-class Writer:
+class Writer(MirrorLog):
     """One writer of the mirror of one model. One thread at a time.
 
     A call that raises may be made again, with the same arguments or with others.
@@ -89,27 +88,16 @@ class Writer:
 
     def __init__(self, objects: ModelObjects, seal: Seal, newest: int | None = None) -> None:
         """newest: as of ``MirrorLog``."""
-        self._objects: Final = objects
-        self._log = MirrorLog(objects, seal, newest=newest)
-        self._seal: Final = seal
-        self._writer = b""
-        self._epoch = 0
-        self._known: dict[Key, FileObject] = {}
+        super().__init__(objects, seal, newest)
+        self._tag = b""
+        """The end of the names of new manifests and pieces: random, of this claim, and new after
+        each collection."""
+        self._dependable: dict[Key, FileObject] = {}
         """Objects that may be relied on (M2)."""
         self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
         """A manifest that was there in this term, and its objects."""
         self._collected_ns = 0
         """The time of the last ``Collected`` of this writer; no two are the same."""
-
-    @property
-    def state(self) -> State:
-        """The state of the log when this object last claimed, mirrored, noted or collected."""
-        return self._log.state
-
-    @property
-    def is_claimed(self) -> bool:
-        """True from a claim until this writer finds that another one superseded it."""
-        return self._log.is_claimed
 
     def claim(
         self,
@@ -129,19 +117,14 @@ class Writer:
         newer ones.
         """
         # Nothing known before is relied on: another writer may have deleted it (M2).
-        self._known, self._writer, self._epoch = {}, self._random(WRITER_SIZE), 0
-        self._last = "", {}
+        self._dependable, self._last = {}, ("", {})
+        self._tag = writer = self._random(WRITER_SIZE)
         claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
         # Collecting is due a day after the very first claim.
-        first = [Collected((), self._now_ns())]
-        state = self._log.claim(claimed, self._writer, first, at)
+        self._begin_term(claimed, writer, [Collected(0, self._now_ns())], at)
         if not passing:
-            self._rely_on(state)
-        return state
-
-    def require(self) -> None:
-        """Raise ``SupersededError`` if another writer took the term. Makes one small read."""
-        self._log.confirm()
+            self._rely_on(self.state)
+        return self.state
 
     def add(
         self,
@@ -154,10 +137,10 @@ class Writer:
         object of it, and returns that. damaged: of a version that is there, the missing and damaged
         objects, which are put again. Its other objects stay where its manifest has them; if that
         cannot be read, all are put."""
-        self._log.require()
+        self.require()
         info = version.info
         before = None if damaged is None else self.state.version(info.token)
-        known: Mapping[Key, FileObject] = self._known
+        known: Mapping[Key, FileObject] = self._dependable
         if before is not None:
             manifest = self._manifest_of(before)
             known = {} if manifest is None else manifest.objects()
@@ -171,8 +154,15 @@ class Writer:
         # Files, then the manifest, then the entry: what counts is complete (M1).
         self._put_objects(objects, put)
         files = [[objects[key].there for key, _ in file] for file in wanted]
-        said = _manifest(version, files)
-        name, data = self._seal.manifest(said, self._writer, self._epoch)
+        said = Manifest(
+            model=self.model,
+            token=info.token,
+            lengths=version.lengths.astype("<i8").tobytes(),
+            digests=version.digests.tobytes(),
+            contents=version.contents,
+            files=tuple(tuple(each for each in file if each is not None) for file in files),
+        )
+        name, data = self._seal.manifest(said, self._tag)
         self._objects.put(MANIFESTS + name, data)
         added = Added(
             token=info.token,
@@ -185,14 +175,10 @@ class Writer:
             manifest=name,
             metrics=dict(info.metrics),
         )
-        self._log.append((added, *facts))  # M1
-        self._known = said.objects()
-        self._last = name, dict(self._known)
+        self.note((added, *facts))  # M1
+        self._dependable = said.objects()
+        self._last = name, dict(self._dependable)
         return added
-
-    def note(self, facts: Sequence[Fact]) -> State:
-        """Append ``facts``, all or none; they count at the return. Raises ``SupersededError``."""
-        return self._log.append(facts)
 
     def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> DeletedObjects:
         """Delete objects that no version needs, nor a reader that began within ``grace_s`` seconds.
@@ -201,22 +187,20 @@ class Writer:
         manifest cannot be read. After any error the next call does the rest."""
         stop = stop or Stop()
         stop.check()
-        self._log.require()
+        self.require()
         # By the store's clock: a wrong clock of this machine must not delete anything.
         now, number = self._times(grace_s)
         # Listed before the entry, so nothing that is put after it can be in the list (M3).
         entries = self._list_before(now - grace_s)
-        old = [each.manifest for each in self.state.gone if each.number <= number]
         # M3: the entry comes after the list. Its time is new, so that an entry of an earlier call,
         # which was given up, is not taken for it.
         self._collected_ns = max(self._now_ns(), self._collected_ns + 1)
-        said = Collected(tuple(old[:FACTS_MAX]), self._collected_ns)
-        state = self._log.append((said,))
+        state = self.note((Collected(number, self._collected_ns),))
         named = self._needed_objects(state, stop)
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
             self._rely_on(state)
-            self._epoch += 1  # M3: no earlier name is used again
+            self._tag = self._random(WRITER_SIZE)  # M3: no earlier name is used again
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
             stop.check()
@@ -227,8 +211,8 @@ class Writer:
         """Return what ``collect`` would delete. Takes no term, changes nothing, raises the same."""
         now, number = self._times(grace_s)
         entries = self._list_before(now - grace_s)
-        state = self._log.read()
-        gone = tuple(each for each in state.gone if each.number > number)
+        state = self.read()
+        gone = tuple(each for each in state.gone if each[1] > number)
         named = self._needed_objects(replace(state, gone=gone), Stop())
         found = [each.size for each in entries if each.name not in named]
         return DeletedObjects(len(found), sum(found))
@@ -236,7 +220,7 @@ class Writer:
     def suspects(self) -> list[Added]:
         """Return the versions that lack an object, or whose manifest is damaged, as far as a list
         of the store shows, which may lack the newest. Takes no term, and changes nothing."""
-        state = self._log.read()
+        state = self.read()
         sizes, found = {}, []
         for folder in (PIECES, VERSIONS):
             sizes.update({each.name: each.size for each in self._objects.list(folder)})
@@ -258,11 +242,11 @@ class Writer:
         """Return the objects of a file. known: those of them that exist."""
         info, file = version.info, version.files[number]
         if version.pieces is None:
-            name = version_file_name(info.step, file.name, info.token, self._writer, self._epoch)
+            name = version_file_name(info.step, file.name, info.token, self._tag)
             named = [(Piece(whole_key(info.token, number), 0, file.size), name)]
         else:
             named = [
-                (each, PIECES + content_name(*each.key, self._writer, self._epoch))
+                (each, PIECES + content_name(*each.key, self._tag))
                 for each in version.pieces[number]
             ]
         found = []
@@ -278,7 +262,7 @@ class Writer:
         def put_one(key: Key) -> None:
             # Known only now: an object that the store did not confirm is sent again. A known one
             # stays until this writer collects.
-            self._known[key] = objects[key].there = put(objects[key])
+            self._dependable[key] = objects[key].there = put(objects[key])
 
         self._objects.for_each(put_one, [key for key in objects if objects[key].there is None])
 
@@ -291,7 +275,7 @@ class Writer:
             if state.newest is not None:
                 manifest = self._manifest_of(state.newest)
                 self._last = state.newest.manifest, {} if manifest is None else manifest.objects()
-        self._known = dict(self._last[1])
+        self._dependable = dict(self._last[1])
 
     def _manifest_of(self, added: Added) -> Manifest | None:
         """Return the manifest of a version; None if it is damaged."""
@@ -322,7 +306,7 @@ class Writer:
     def _needed_objects(self, state: State, stop: Stop) -> set[str]:
         """Return the objects that versions need, and those that readers may need."""
         kept = [each.manifest for each in state.versions]
-        gone = [each.manifest for each in state.gone]
+        gone = [name for name, _ in state.gone]
         named = {MANIFESTS + name for name in (*kept, *gone)}
         for names, needed in ((kept, True), (gone, False)):
             for start in range(0, len(names), _MANIFESTS_MAX):
@@ -338,7 +322,7 @@ class Writer:
         try:
             if data is None:
                 raise CorruptionError(f"{MANIFESTS}{name} is missing")
-            return self._seal.read_manifest(name, data, self._objects.model).object_sizes()
+            return self._seal.read_manifest(name, data, self.model).object_sizes()
         except CorruptionError as error:
             if not needed:
                 return {}  # no reader can use that version
@@ -363,23 +347,3 @@ def read_manifest(objects: ModelObjects, seal: Seal, name: str) -> ReadManifest:
         where = f"the mirror of model {objects.model!r}"
         raise CorruptionError(f"{MANIFESTS}{name} of {where} is missing")
     return ReadManifest.of(seal.read_manifest(name, data, objects.model))
-
-
-def _manifest(version: Version, files: Sequence[Sequence[FileObject | None]]) -> Manifest:
-    info = version.info
-    return Manifest(
-        model=info.model,
-        pool=version.pool,
-        id=info.id,
-        commit=info.commit,
-        step=info.step,
-        token=info.token,
-        time_ns=info.time_ns,
-        size=info.size,
-        inexact=info.inexact,
-        lengths=version.lengths.astype("<i8").tobytes(),
-        digests=version.digests.tobytes(),
-        contents=version.contents,
-        files=tuple(tuple(each for each in file if each is not None) for file in files),
-        metrics=dict(info.metrics),
-    )

@@ -68,58 +68,35 @@ def retry(act: Callable[[], Result]) -> Result:
     return act()
 
 
-class MirroredVersion(StoredCheckpoint):
-    """A version of a model of a storage host. Its id is the number in the list."""
+class MirroredCheckpoint(StoredCheckpoint):
+    """A version of a model of a storage host, whose id is the number in the list; or a file of a
+    run, or a link to one."""
 
-    def __init__(self, place: Place, info: VersionInfo, mirror: Mirror, added: Added) -> None:
-        super().__init__(place, info)
+    def __init__(
+        self, place: Place, info: VersionInfo, mirror: Mirror, added: Added | FileAdded
+    ) -> None:
         self._mirror: Final = mirror
-        self._added: Final = added
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[OpenObjects]:
-        with self._mirror.open_version(self._added) as opened:
-            yield OpenObjects(opened.files())
-
-    def check(self, verdict: Verdict, progress: Progress) -> None:
-        """Read every byte of the objects of the version."""
-        self._mirror.check(self._added, adding(progress, self.info.size))
-        verdict.versions = 1
-
-
-class MirroredFile(StoredCheckpoint):
-    """A file of a run, or a link to one."""
-
-    def __init__(self, place: Place, files: MirroredFiles, run: str, filed: FileAdded) -> None:
-        info = VersionInfo(
-            model=run,
-            id=0,
-            commit=0,
-            step=filed.step,
-            token=filed.digest,
-            time_ns=filed.time_ns,
-            size=filed.size,
-        )
-        super().__init__(place, info, filed.path)
-        self._files: Final = files
-        self.filed: Final = filed
+        self.added: Final = added
+        self._filed: Final = added if isinstance(added, FileAdded) else None
+        super().__init__(place, info, "" if self._filed is None else self._filed.path)
 
     @property
     def leads_to(self) -> str:
-        return self.filed.link
+        return "" if self._filed is None else self._filed.link
 
     @property
     def details(self) -> Mapping[str, str]:
-        return {"object": self.filed.name, "digest": self.filed.digest.hex()}
+        filed = self._filed
+        return {} if filed is None else {"object": filed.name, "digest": filed.digest.hex()}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenObjects]:
-        with contextlib.closing(self._files.open(self.filed)) as file:
-            yield OpenObjects({os.path.basename(self.filed.path): file})
+        with self._mirror.open(self.added) as opened:
+            yield OpenObjects(opened.files())
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
-        """Read every byte of the file."""
-        self._files.check_file(self.filed, adding(progress, self.filed.size))
+        """Read every byte of its objects."""
+        self._mirror.check(self.added, adding(progress, self.info.size))
         verdict.versions = 1
 
 
@@ -184,11 +161,19 @@ class MirrorPlace(OpenPlace):
                 continue
             for number, added in enumerate(missing(state, ()), len(found) + 1):
                 info = added.info(each, number, added.commit)
-                found.append(MirroredVersion(self.place, info, mirror, added))
-            files = self.mirrors.files_of(each)
+                found.append(MirroredCheckpoint(self.place, info, mirror, added))
             # By term first: a late upload of an old run counts as old (decision 0141).
-            ordered = sorted(state.files, key=lambda filed: (filed.term, filed.time_ns))
-            found += [MirroredFile(self.place, files, each, filed) for filed in ordered]
+            for filed in sorted(state.files, key=lambda filed: (filed.term, filed.time_ns)):
+                info = VersionInfo(
+                    model=each,
+                    id=0,
+                    commit=0,
+                    step=filed.step,
+                    token=filed.digest,
+                    time_ns=filed.time_ns,
+                    size=filed.size,
+                )
+                found.append(MirroredCheckpoint(self.place, info, mirror, filed))
         return found
 
     @contextlib.contextmanager
@@ -222,7 +207,7 @@ class MirrorPlace(OpenPlace):
                     if not name.endswith(DIGEST_SUFFIX):
                         pace.tell(f"{self.place}: {model}: {printable(name)} {UNCOUNTED}")
         for each in found:
-            assert isinstance(each, MirroredVersion | MirroredFile)
+            assert isinstance(each, MirroredCheckpoint)
             if not each.leads_to:
                 run = f"{each.info.model}: " if each.path else ""
                 yield Check(f"{self.place}: {run}{each.name}", each.name, each.check)

@@ -74,7 +74,8 @@ def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
 
 def load_version(mirror: Mirror, added: Added, names: Patterns = None, **settings: Any) -> object:
     """Return the state of a version of a mirror: of several files a dict, by their names. settings:
-    those of ``restore.load_files``. Raises as that and ``Mirror.open_version``."""
-    with mirror.open_version(added) as opened:
-        found = restore.load_files(opened.files(), opened.version.info, names, **settings)
+    those of ``restore.load_files``. Raises as that and ``Mirror.open``."""
+    with mirror.open(added) as opened:
+        info = added.info(mirror.model, 0, added.commit)
+        found = restore.load_files(opened.files(), info, names, **settings)
     return found if len(found) > 1 else next(iter(found.values()))

@@ -589,7 +589,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
             try:
                 for each, path, file in zip(files, paths, draft.files, strict=True):
                     number = file.file.number
-                    self._mirror.fetch(each, number, advance)
+                    with self._mirror.open(each) as opened:
+                        opened.parts[0].write(number, each.path, advance)
                     with contextlib.suppress(OSError):
                         # Before it is published: a Lightning that starts chooses by times
                         # (decision 0208).
