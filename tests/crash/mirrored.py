@@ -282,7 +282,7 @@ class Session:
 
     def _mirror(self, version: Version) -> Generator[None, None, None]:
         """Mirror a version, or mend it, whatever seems to be damaged."""
-        oracle, token, damaged = self._history.oracle, version.info.token, None
+        oracle, token, damaged = self._history.oracle, version.info.token, list[str]()
         if token in oracle.may_be_removed:
             return
         added = self._writer.state.version(token)

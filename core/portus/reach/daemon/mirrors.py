@@ -22,7 +22,7 @@ from portus.reach.daemon.copies import Copies
 from portus.reach.daemon.events import tell
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.copier import Copier, JoinedPool
+from portus.reach.mirror.copier import Copier
 from portus.reach.mirror.mirror import firsts, models
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store, UnwritableError
@@ -135,5 +135,5 @@ class TenantMirror(Copies[Copier]):
         self._writer.yields.remove(self._yield_space)
 
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
-        joined = JoinedPool(model, self._writer)
-        return Copier(self._store, self.name, joined, turn=self._turns, newest=newest)
+        turn = self._turns
+        return Copier(self._store, self.name, model, self._writer, turn=turn, newest=newest)

@@ -17,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from portus.engine.spec import VersionInfo
@@ -26,7 +27,7 @@ from portus.reach.daemon.events import tell
 from portus.reach.daemon.objects import Objects
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.index.pool import PoolWriter
-from portus.reach.mirror.commit_numbers import REPLICA, Follower, Leader
+from portus.reach.mirror.commit_numbers import REPLICA, Leader
 from portus.reach.mirror.host_store import HostStore
 from portus.reach.mirror.objects import LOG, entry_number, prefix_of
 from portus.reach.mirror.store import MissingError, Store
@@ -196,12 +197,19 @@ class Replica(Copies[Leader]):
             tell(logging.ERROR, "replica_away", text, tenant=self._tenant, model=model)
 
     def _make_leader(self, model: str) -> Leader:
-        joined = _Following(model, self._writer, self._tenant)
+        make = partial(Leader, shed=partial(self._shed, model))
         if self._other is None or self._has_log(model):
             store, name = self._objects.below(REPLICA), "the log on this host"
-            return Leader(store, name, joined, contextlib.nullcontext(), is_home=True)
+            return make(store, name, model, self._writer, contextlib.nullcontext(), is_home=True)
         store, turns = self._other.store(self._tenant), self._other.turns
-        return Leader(store, self.name, joined, turns, is_home=False)
+        return make(store, self.name, model, self._writer, turns, is_home=False)
+
+    def _shed(self, model: str, versions: Collection[VersionInfo]) -> None:
+        """Remove versions that do not count any more."""
+        steps = ", ".join(str(info.step) for info in versions)
+        text = f"{self._tenant}: model {model!r}: steps {steps} do not count any more"
+        tell(logging.WARNING, "retired", f"{text}: it continued elsewhere meanwhile")
+        self._writer.retire({info.id for info in versions})
 
     def _follow(self, leader: Leader, model: str) -> None:
         """Copy the commits of a model from now on. Not while its leader takes the lead, nor if that
@@ -225,20 +233,6 @@ class Replica(Copies[Leader]):
     def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
             return self._locks.setdefault(model, threading.Lock())
-
-
-class _Following(Follower):
-    """The pool of a tenant as a follower of the log."""
-
-    def __init__(self, model: str, writer: PoolWriter, tenant: str) -> None:
-        super().__init__(model, writer)
-        self._tenant: Final = tenant
-
-    def shed(self, versions: Collection[VersionInfo]) -> None:
-        steps = ", ".join(str(info.step) for info in versions)
-        text = f"{self._tenant}: model {self.model!r}: steps {steps} do not count any more"
-        tell(logging.WARNING, "retired", f"{text}: it continued elsewhere meanwhile")
-        self.writer.retire({info.id for info in versions})
 
 
 def _prefix_of_entry(name: str) -> str | None:

@@ -8,15 +8,15 @@ takes a new term, before the first commit. The former leader meets a higher term
 from __future__ import annotations
 
 import errno
-from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import BusyError, PortusError, StaleError, TransportError
+from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.background_copier import ElsewhereError
-from portus.reach.mirror.copier import Copier, JoinedPool
+from portus.reach.mirror.copier import Copier
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import Added, State
 from portus.reach.mirror.store import Store
@@ -32,14 +32,6 @@ TOLD_S: Final = 300.0
 """The longest that a commit waits for its entry in the log while no try fails."""
 
 
-class Follower(JoinedPool, ABC):
-    """A pool that follows a log, and can drop versions that do not count any more."""
-
-    @abstractmethod
-    def shed(self, versions: Collection[VersionInfo]) -> None:
-        """Remove versions that do not count any more. Raises ``MediumError``."""
-
-
 class Leader(Copier):
     """Copies one model to its log, for as long as this host has the term. Thread-safe.
 
@@ -52,15 +44,18 @@ class Leader(Copier):
         self,
         store: Store,
         name: str,
-        joined: Follower,
+        model: str,
+        writer: PoolWriter,
         turn: AbstractContextManager[object],
         *,
+        shed: Callable[[Collection[VersionInfo]], None],
         is_home: bool,
     ) -> None:
-        """name: of the host that has the log. is_home: the log is on this host: then it has all
+        """name: of the host that has the log. shed: reports versions of the pool that do not count
+        any more, and removes them. is_home: the log is on this host: then it has all
         reported versions, so others in this host's pool do not count."""
-        super().__init__(store, name, joined, turn=turn, pause_max_s=PAUSE_MAX_S)
-        self._following: Final = joined
+        super().__init__(store, name, model, writer, turn=turn, pause_max_s=PAUSE_MAX_S)
+        self._shed: Final = shed
         self.is_home: Final = is_home
         self.why_over = ""
         """The reason why no commit here counts any more; empty while commits may count."""
@@ -114,11 +109,10 @@ class Leader(Copier):
             raise StaleError(self.why_over)
 
     def _why_not_led(self) -> str:
-        own = self._joined.infos()
         try:
             state = self._mirror.read()
         except TransportError as error:
-            if not own:
+            if not self._infos():
                 raise
             return str(error)
         # Another writer appended in between, and may have changed what counts: look again.
@@ -128,20 +122,19 @@ class Leader(Copier):
 
     def _has_led(self, state: State) -> bool:
         """Return whether the term was taken; not if another writer appended meanwhile."""
-        joined = self._following
-        newest, own = state.newest, joined.infos()
-        if newest is not None and joined.is_behind(state, own):
+        newest = state.newest
+        if newest is not None and self._is_behind(state):
             there = {each.token for each in state.versions}
-            foreign = [info for info in own if info.token not in there]
-            has_led = any(term.pool == joined.writer.superblock.uuid for term in state.terms)
+            foreign = [info for info in self._infos() if info.token not in there]
+            has_led = any(term.pool == self._writer.superblock.uuid for term in state.terms)
             # Here every reported version is in the log, so what is only in the pool was never
             # reported (decision 0156).
             if foreign and not (self.is_home and has_led):
                 raise StaleError(self._went_on(state, newest, foreign))
             if foreign:
-                joined.shed(foreign)
+                self._shed(foreign)
             self._fill(state)
-        joined.since = joined.writer.catalogue().root.sequence
+        self._since = self._writer.catalogue().root.sequence
         try:
             self._take_term(state)
         except StaleError:
@@ -163,7 +156,7 @@ class Leader(Copier):
         )
 
     def _take_term(self, state: State, at: int | None = None) -> None:
-        is_own = state.terms and state.terms[-1].pool == self._joined.writer.superblock.uuid
+        is_own = state.terms and state.terms[-1].pool == self._writer.superblock.uuid
         if state.terms and not (self._is_wanted or is_own):
             raise ElsewhereError(
                 f"model {self._model!r} was saved last by {state.who}; it is copied from here once "

@@ -27,11 +27,9 @@ from portus.errors import (
     CorruptionError,
     MediumError,
     PortusError,
-    StaleError,
     TransportError,
 )
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.reader import PoolReader
 from portus.reach.mirror.background_copier import PAUSE_MAX_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
@@ -44,8 +42,8 @@ _log: Final = logging.getLogger("portus")
 
 _AT_ANY_TIME: Final = contextlib.nullcontext()
 
-_COLLECT_S: Final = 24 * 3600.0
-"""Seconds between two collections of objects that no version needs any more."""
+_COLLECT_NS: Final = 24 * 3600 * 10**9
+"""Nanoseconds between two collections of objects that no version needs any more."""
 
 
 class Copier(BackgroundCopier):
@@ -59,24 +57,26 @@ class Copier(BackgroundCopier):
         self,
         store: Store,
         address: str,
-        joined: JoinedPool,
+        model: str,
+        writer: PoolWriter,
         *,
         turn: AbstractContextManager[object] = _AT_ANY_TIME,
         newest: int | None = None,
         pause_max_s: float = PAUSE_MAX_S,
     ) -> None:
-        """Take the parameters of ``BackgroundCopier``, and more. joined: the pool to copy from.
+        """Take the parameters of ``BackgroundCopier``, and more. writer: of the pool to copy from.
         turn: entered while it copies, for several that share a store. newest: as for ``Mirror``."""
-        super().__init__(store, address, joined.model, wait_s=0, pause_max_s=pause_max_s)
-        self._joined: Final = joined
+        super().__init__(store, address, model, wait_s=0, pause_max_s=pause_max_s)
+        self._writer: Final = writer
+        self._since = writer.catalogue().root.sequence
+        """The newest commit of the pool when this began, or when it was filled."""
         self._turn: Final = turn
         self._mirror: Final = Mirror(
-            store, joined.model, key=key_from_environment(), name=address, newest=newest
+            store, model, key=key_from_environment(), name=address, newest=newest
         )
         self._collecting: Stop | None = None
-        self._collected_s: float | None = None
-        """The last try to collect, here or by the former holder of the term; None: not yet
-        asked."""
+        self._tried_ns = 0
+        """The time of the last try to collect here."""
         self._uncollected = ""
         """The cause of the last failed collection."""
         self._skipped: Final[set[bytes]] = set()
@@ -95,57 +95,54 @@ class Copier(BackgroundCopier):
         not answer and the pool is empty: then nothing says whether there is a version to resume
         from.
         """
-        joined = self._joined
-        own = joined.infos()
+        own = self._infos()
         try:
-            state = self._mirror.read()
-            newest = state.newest
-            if newest is not None and self._is_behind(state, newest, own):
-                self._fill(state)
-                joined.since = joined.writer.catalogue().root.sequence
+            with self._first_write():
+                state = self._mirror.read()
+                # If the pool has versions of its own, the claim says so.
+                there = {each.token for each in state.versions}
+                if self._is_behind(state) and {info.token for info in own} <= there:
+                    self._fill(state)
+                self._claim()
         except (TransportError, MediumError) as error:
             if not own:
                 # There may be a version to resume from: beginning anew would lose it.
                 raise
-            self._say(error)
-        else:
-            try:
-                with self._first_write():
-                    self._claim()
-            except (TransportError, MediumError) as error:
-                self._say(error)  # the thread tries again
+            self._say(error)  # the thread tries again
         self.wake()
 
-    def _is_behind(self, state: State, newest: Added, own: Sequence[VersionInfo]) -> bool:
-        """Return whether to fill the pool from the mirror. Raise ``UsageError`` if the pool has
-        versions that the mirror lacks, of a history that was left behind."""
-        if not self._joined.is_behind(state, own):
-            return False
-        if {info.token for info in own} <= {each.token for each in state.versions}:
-            return True  # the pool has nothing of its own
-        raise self._elsewhere(newest, own)
+    def _infos(self) -> list[VersionInfo]:
+        """Return the versions of the pool, oldest commit first."""
+        listed = self._writer.catalogue().models.get(self._model)
+        return [entry.info for entry in listed.versions] if listed else []
 
-    def _elsewhere(self, newest: Added, own: Sequence[VersionInfo]) -> ElsewhereError:
+    def _is_behind(self, state: State) -> bool:
+        """Return whether the mirror has the newer history."""
+        commit = self._writer.catalogue().root.sequence
+        return state.is_ahead_of(self._writer.superblock.uuid, self._infos(), commit)
+
+    def _elsewhere(self, newest: Added) -> ElsewhereError:
+        own = self._infos()
         return ElsewhereError(
-            f"{self._joined.name}: model {self._model!r} continued elsewhere: the newest that "
-            f"{self.address} has is step {newest.step}, of another pool, and the newest here "
-            f"is step {own[-1].step if own else None}. {self._advice}"
+            f"{self._writer.medium.info.name}: model {self._model!r} continued elsewhere: the "
+            f"newest that {self.address} has is step {newest.step}, of another pool, and the "
+            f"newest here is step {own[-1].step if own else None}. {self._advice}"
         )
 
     def _fill(self, state: State) -> None:
-        joined = self._joined
-        found = missing(state, joined.infos())
+        found = missing(state, self._infos())
         if found:
             _log.warning(
                 "portus: %s: %d versions of model %r, %d bytes, are fetched from %s",
-                joined.name,
+                self._writer.medium.info.name,
                 len(found),
                 self._model,
                 sum(each.size for each in found),
                 self.address,
             )
-        done = fill(self._mirror, state, joined.writer, found)
+        done = fill(self._mirror, state, self._writer, found)
         self._unread.update({each.token for each in found} - {each.token for each in done})
+        self._since = self._writer.catalogue().root.sequence
 
     # While it saves.
 
@@ -160,7 +157,7 @@ class Copier(BackgroundCopier):
     def backlog(self) -> list[VersionInfo]:
         """Return the versions of the pool that are not mirrored, oldest commit first."""
         there = {each.token for each in self._mirror.state.versions}
-        return [each for each in self._joined.infos() if each.token not in there]
+        return [each for each in self._infos() if each.token not in there]
 
     def _describe_backlog(self) -> str:
         """Return the backlog in words; empty if all is mirrored."""
@@ -179,13 +176,13 @@ class Copier(BackgroundCopier):
             self._mirror_all()
 
     def _note_passing(self) -> None:
-        self._joined.since = self._joined.writer.catalogue().root.sequence
+        self._since = self._writer.catalogue().root.sequence
 
     def _mirror_all(self) -> None:
         if not self._mirror.is_claimed:
             self._claim()
         while True:  # ends: each turn but the last mirrors something
-            state, infos = self._mirror.state, self._joined.infos()
+            state, infos = self._mirror.state, self._infos()
             there = {each.token for each in state.versions} | self._skipped
             missing = [info for info in infos if info.token not in there]
             # The newest first: if this machine is lost, that is what a run resumes from.
@@ -203,11 +200,11 @@ class Copier(BackgroundCopier):
         """Repair lost objects, and delete unneeded ones, once a day, by the clocks of the holders
         of the term. All versions are mirrored by now. A failure changes no mirrored version, so it
         is tried again a day later."""
-        now_s, stop = time.monotonic(), Stop()
+        stop = Stop()
         with self._changed:
-            if self._collected_s is None:
-                self._collected_s = self._last_collection_s(now_s)
-            is_due = self._collected_s is None or now_s - self._collected_s >= _COLLECT_S
+            # By the clocks of two machines: a time in the future is a wrong one.
+            tries = self._mirror.state.collected_ns, self._tried_ns
+            is_due = not any(0 <= time.time_ns() - each < _COLLECT_NS for each in tries)
             # The wait for the end does not include this; the next run does it.
             if self._closing or not is_due:
                 return
@@ -230,18 +227,11 @@ class Copier(BackgroundCopier):
         finally:
             self._collecting = None
         # Also after a failure: without the right to delete, a try a day is enough.
-        self._collected_s = now_s
-
-    def _last_collection_s(self, now_s: float) -> float | None:
-        """Return when the log says that objects were collected last, as ``time.monotonic`` counts.
-        None: never, more than a day ago, or in the future, where one of two clocks is wrong."""
-        age_s = (time.time_ns() - self._mirror.state.collected_ns) / 1e9
-        return now_s - age_s if 0 <= age_s < _COLLECT_S else None
+        self._tried_ns = time.time_ns()
 
     def _mend(self) -> None:
-        joined = self._joined
         for added in self._mirror.suspects():
-            info = next((each for each in joined.infos() if each.token == added.token), None)
+            info = next((each for each in self._infos() if each.token == added.token), None)
             if info is None:
                 _log.error(
                     "portus: step %d lost objects in %s, and is not in the pool any more",
@@ -250,7 +240,7 @@ class Copier(BackgroundCopier):
                 )
                 continue
             with self._uploading() as stop:
-                count = self._mirror.mend(added, joined.reader_of(info), info.id, stop)
+                count = self._mirror.mend(added, self._writer, info.id, stop)
             if count:
                 _log.error(
                     "portus: step %d had lost objects in %s: they were replaced from the pool",
@@ -261,16 +251,14 @@ class Copier(BackgroundCopier):
     def _claim(self) -> None:
         """Claim the term. Raise ``ElsewhereError`` if the mirror is ahead of the pool: its versions
         would go. The store may not have answered when the pool was joined."""
-        state, own = self._mirror.read(), self._joined.infos()
-        if state.newest is not None and self._joined.is_behind(state, own):
-            raise self._elsewhere(state.newest, own)
+        state = self._mirror.read()
+        if state.newest is not None and self._is_behind(state):
+            raise self._elsewhere(state.newest)
         self._take_term(state)
 
     def _take_term(self, state: State, at: int | None = None) -> None:
         """Claim the log that says ``state``. at: as of ``Mirror.claim``."""
-        joined = self._joined
-        self._mirror.claim(who(), joined.writer.superblock.uuid, joined.since, at=at)
-        self._collected_s = None
+        self._mirror.claim(who(), self._writer.superblock.uuid, self._since, at=at)
         newest = self._mirror.state.newest
         if newest is not None:
             self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
@@ -278,7 +266,7 @@ class Copier(BackgroundCopier):
     def _copy(self, info: VersionInfo, facts: Sequence[Fact]) -> None:
         try:
             with self._uploading() as stop:
-                self._mirror.copy(self._joined.reader_of(info), info.id, stop, facts)
+                self._mirror.copy(self._writer, info.id, stop, facts)
             self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
             self._has_copied = True
         except (CorruptionError, NotMirroredError) as error:
@@ -292,34 +280,3 @@ class Copier(BackgroundCopier):
         kept = {info.token for info in infos} | self._unread
         gone = {each.token for each in state.versions} - kept
         return [Removed(token) for token in sorted(gone)]
-
-
-class JoinedPool:
-    """A pool that versions of a model are copied from."""
-
-    def __init__(self, model: str, writer: PoolWriter) -> None:
-        self.model: Final = model
-        self.writer: Final = writer
-        self.since = writer.catalogue().root.sequence
-        """The newest commit of the pool when it was joined."""
-
-    @property
-    def name(self) -> str:
-        """The name of the pool, for messages."""
-        return self.writer.medium.info.name
-
-    def is_behind(self, state: State, own: Sequence[VersionInfo]) -> bool:
-        """Return whether a mirror has the newer history. own: ``infos``."""
-        commit = self.writer.catalogue().root.sequence
-        return state.is_ahead_of(self.writer.superblock.uuid, own, commit)
-
-    def infos(self) -> list[VersionInfo]:
-        """Return the versions of the model, oldest commit first."""
-        listed = self.writer.catalogue().models.get(self.model)
-        return [entry.info for entry in listed.versions] if listed else []
-
-    def reader_of(self, info: VersionInfo) -> PoolReader:
-        """Return the pool, if it has this version. Raise ``StaleError`` if not."""
-        if info in self.infos():
-            return self.writer
-        raise StaleError(f"step {info.step} was removed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.file_table import PackedFile, decode_table
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
-from portus.reach.mirror.model_objects import ABREAST, Advance, ModelObjects
+from portus.reach.mirror.model_objects import Advance, ModelObjects
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
     LOG,
@@ -33,7 +34,6 @@ from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, files_
 from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject, Part, Store
 from portus.reach.mirror.writer import Version, Writer, read_manifest
 from portus.reach.versions.file_bytes import FileBytes
-from portus.reach.versions.parallel import abreast
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,7 @@ class Mirror(Writer):
         version: int,
         stop: Stop,
         facts: Sequence[Fact] = (),
-        *,
-        damaged: Collection[str] | None = None,
+        damaged: Collection[str] = (),
     ) -> MirroringCost:
         """Mirror a version of a pool, by its id, and note ``facts`` with it, all or none. When this
         returns, the version counts.
@@ -144,49 +143,44 @@ class Mirror(Writer):
             for each in files:
                 each.close()
 
-    def find_damage(self, added: Added, stop: Stop) -> frozenset[str]:
-        """Return the names of the missing and damaged objects of a version, for ``copy``. Reads all
-        of it. Raises as ``manifest``, and ``StoppedError``."""
+    def find_damage(self, added: Added | FileAdded, advance: Advance) -> dict[str, CorruptionError]:
+        """Return the errors of the missing and damaged objects of a version, or of a file of a run,
+        by their names. Reads all of them. Raises as ``manifest``. advance: called with counts of
+        read bytes; what it raises ends the call."""
+        damage: dict[str, CorruptionError] = {}
+        telling = threading.Lock()
 
-        def find(each: FileObject) -> str | None:
+        def read(each: FileObject) -> None:
             try:
-                for _ in self._read(each):
-                    stop.check()
-            except CorruptionError:
-                return each.name
-            return None
+                for size in self._read(each):
+                    with telling:
+                        advance(size)
+            except CorruptionError as error:
+                damage[each.name] = error
 
-        with contextlib.closing(abreast(find, self._files_of(added), ABREAST)) as names:
-            damaged = frozenset(name for name in names if name is not None)
-        if damaged:
+        if isinstance(added, FileAdded):
+            objects = [added.object]
+        else:
+            objects = [*self.manifest(added).manifest.objects().values()]
+        self._objects.for_each(read, objects)
+        if damage:
             self._require_counted(added)
-        return damaged
+        return damage
 
     def check(self, added: Added | FileAdded, advance: Advance) -> None:
-        """Raise ``CorruptionError``, naming it, if an object of a version, or of a file of a run,
-        is missing or damaged. Reads all of them. Raises as ``manifest``. advance: called with
-        counts of read bytes."""
-        with self._meanwhile(added):
-            for each in self._files_of(added):
-                for size in self._read(each):
-                    advance(size)
+        """Raise ``CorruptionError`` for the first object that ``find_damage`` finds."""
+        for error in self.find_damage(added, advance).values():
+            raise error
 
     def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
         """Send the missing and damaged objects of a version again, from a pool that has it under
         the id ``version``. Return the number of objects. Raises as ``copy``."""
-        try:
-            damaged = self.find_damage(added, stop)
-        except CorruptionError:
-            damaged = frozenset()  # the manifest is damaged: all objects are sent
-        else:
-            if not damaged:
+        damage: dict[str, CorruptionError] = {}
+        with contextlib.suppress(CorruptionError):  # the manifest is damaged: all objects are sent
+            damage = self.find_damage(added, lambda _: stop.check())
+            if not damage:
                 return 0
-        return self.copy(reader, version, stop, damaged=damaged).objects
-
-    def _files_of(self, added: Added | FileAdded) -> Collection[FileObject]:
-        if isinstance(added, FileAdded):
-            return [added.object]
-        return self.manifest(added).manifest.objects().values()
+        return self.copy(reader, version, stop, damaged=damage).objects
 
     def _read(self, each: FileObject) -> Iterator[int]:
         read = self._objects.read_file if each.is_whole else self._objects.read_piece

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -131,25 +132,23 @@ class Writer(MirrorLog):
         version: Version,
         put: Callable[[WantedObject], FileObject],
         facts: Sequence[Fact] = (),
-        damaged: Collection[str] | None = None,
+        damaged: Collection[str] = (),
     ) -> Added:
         """Mirror a version, and note ``facts`` with it. When this returns, it counts. put: puts an
         object of it, and returns that. damaged: of a version that is there, the missing and damaged
         objects, which are put again. Its other objects stay where its manifest has them; if that
         cannot be read, all are put."""
         self.require()
-        info = version.info
-        before = None if damaged is None else self.state.version(info.token)
+        info, before = version.info, self.state.version(version.info.token)
         known: Mapping[Key, FileObject] = self._dependable
         if before is not None:
-            manifest = self._manifest_of(before)
-            known = {} if manifest is None else manifest.objects()
+            known = self._objects_by_key(before)
         wanted = [
             self._wanted_objects(version, number, known) for number in range(len(version.files))
         ]
         objects = {key: each for file in wanted for key, each in file}
         for each in objects.values():
-            if each.name in (damaged or ()):
+            if each.name in damaged:
                 each.there = None  # it keeps its name, and gets the same bytes as before
         # Files, then the manifest, then the entry: what counts is complete (M1).
         self._put_objects(objects, put)
@@ -273,16 +272,14 @@ class Writer(MirrorLog):
         if self._last[0] not in names:
             self._last = "", {}
             if state.newest is not None:
-                manifest = self._manifest_of(state.newest)
-                self._last = state.newest.manifest, {} if manifest is None else manifest.objects()
+                self._last = state.newest.manifest, self._objects_by_key(state.newest)
         self._dependable = dict(self._last[1])
 
-    def _manifest_of(self, added: Added) -> Manifest | None:
-        """Return the manifest of a version; None if it is damaged."""
-        try:
-            return read_manifest(self._objects, self._seal, added.manifest).manifest
-        except CorruptionError:
-            return None
+    def _objects_by_key(self, added: Added) -> Mapping[Key, FileObject]:
+        """Return the objects of a version; none if its manifest is damaged."""
+        with contextlib.suppress(CorruptionError):
+            return read_manifest(self._objects, self._seal, added.manifest).manifest.objects()
+        return {}
 
     def _times(self, grace_s: float) -> tuple[float, int]:
         """Return a time that the clock of the store has reached, and the number of the newest entry
