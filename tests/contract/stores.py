@@ -71,7 +71,7 @@ class StoreContract(abc.ABC):
     def test_nothing_may_be_put_and_got(self, store: Store) -> None:
         store.put("empty", b"")
         assert self.read_behind("empty") == store.get("empty") == b""
-        store.get_range("empty", 0, memoryview(bytearray()))
+        assert bytes(store.get_range("empty", 0, 0)) == b""
         assert [each.size for each in store.list("")] == [0]
 
     def test_a_put_replaces_all_of_an_object(self, store: Store) -> None:
@@ -84,9 +84,7 @@ class StoreContract(abc.ABC):
         store.put("big", data)
         assert self.read_behind("big") == data
         assert store.get("big") == data
-        found = bytearray(len(data))
-        store.get_range("big", 0, memoryview(found))
-        assert found == data
+        assert bytes(store.get_range("big", 0, len(data))) == data
 
     def test_what_changed_behind_is_seen(self, store: Store) -> None:
         store.put("a", b"before")
@@ -102,15 +100,13 @@ class StoreContract(abc.ABC):
         for start in edges:
             for end in edges:
                 if start <= end:
-                    found = bytearray(b"x" * (end - start + 2))
-                    store.get_range("a", start, memoryview(found)[1:-1])
-                    assert found == b"x" + data[start:end] + b"x"
+                    assert bytes(store.get_range("a", start, end - start)) == data[start:end]
 
     def test_an_object_that_ends_too_soon_is_an_error_with_its_name(self, store: Store) -> None:
         store.put("short", b"0123456789")
         for start, length in ((0, 11), (9, 2), (10, 1), (100, 5)):
             with pytest.raises(CorruptionError, match="short"):
-                store.get_range("short", start, memoryview(bytearray(length)))
+                store.get_range("short", start, length)
 
     def test_what_is_not_there_is_missing(self, store: Store) -> None:
         store.put("a/b", b"x")
@@ -118,7 +114,7 @@ class StoreContract(abc.ABC):
             with pytest.raises(MissingError, match=name):
                 store.get(name)
             with pytest.raises(MissingError, match=name):
-                store.get_range(name, 0, memoryview(bytearray(1)))
+                store.get_range(name, 0, 1)
 
     def test_what_is_created_once_stays(self, store: Store) -> None:
         assert store.create("log/1", b"first") is True
@@ -225,18 +221,10 @@ class StoreContract(abc.ABC):
             with pytest.raises(UsageError):
                 store.get(name)
             with pytest.raises(UsageError):
-                store.get_range(name, 0, memoryview(bytearray(1)))
+                store.get_range(name, 0, 1)
             with pytest.raises(UsageError):
                 store.delete([name])
         assert list(store.list("")) == []
-
-    def test_memory_with_gaps_or_without_leave_to_write_is_refused(self, store: Store) -> None:
-        store.put("a", b"0123456789")
-        gaps = memoryview(bytearray(b"abcdef"))[::2]
-        for into, start in ((gaps, 0), (memoryview(b"abc"), 0), (memoryview(bytearray(1)), -1)):
-            with pytest.raises(UsageError):
-                store.get_range("a", start, into)
-        assert self.read_behind("a") == b"0123456789"
 
     def test_several_threads_put_and_get_side_by_side(self, store: Store) -> None:
         def there_and_back(number: int) -> bool:

@@ -18,10 +18,10 @@ from typing import Final, TypeVar
 from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
 from portus.reach.mirror.model_objects import ModelObjects
-from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
+from portus.reach.mirror.names import check_name, check_prefix, short
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.reach.mirror.pieces import WantedObject
-from portus.reach.mirror.store import ListedObject, MissingError
+from portus.reach.mirror.store import ListedObject, MissingError, Part
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"
@@ -59,13 +59,12 @@ class ModelStore:
         self._asked("get", name)
         return self._object(name)
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
+    def get_range(self, name: str, start: int, length: int) -> Part:
         self._asked("get_range", name)
-        view = writable_bytes(into, start, _WHERE)
-        found = self._object(name)[start : start + view.nbytes]
-        if len(found) != view.nbytes:
-            raise short(name, start, view.nbytes, len(found))
-        view[:] = found
+        found = self._object(name)[start : start + length]
+        if len(found) != length:
+            raise short(name, start, length, len(found))
+        return found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._asked("list")

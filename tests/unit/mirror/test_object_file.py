@@ -18,11 +18,13 @@ from portus.engine.format.checksum import UNIT, digest
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, TransportError
 from portus.reach.index.file_table import PackedFile
+from portus.reach.mirror import object_file
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.mirror import Mirror, NotMirroredError
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, FileObject
+from portus.reach.mirror.store import Part
 from portus.reach.pools import restore
 from portus.reach.pools.mirror_versions import load_version
 from portus.reach.versions.parallel import NAME
@@ -45,18 +47,19 @@ class Watched(Folder):
         self._under_way = 0
         self._met = threading.Event()
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
+    def get_range(self, name: str, start: int, length: int) -> Part:
         with self._guard:
-            self.asked.append((start, into.nbytes))
-            self._under_way += into.nbytes >= MIB
+            self.asked.append((start, length))
+            self._under_way += length >= MIB
             if self._under_way >= self._together:
                 self._met.set()
             if len(self.asked) > self.fails_after:
                 raise TransportError("the line is dead")
-        assert into.nbytes < MIB or self._met.wait(60), "one is asked for after another"
-        super().get_range(name, start, into)
+        assert length < MIB or self._met.wait(60), "one is asked for after another"
+        found = super().get_range(name, start, length)
         with self._guard:
-            self._under_way -= into.nbytes >= MIB
+            self._under_way -= length >= MIB
+        return found
 
     def assert_asked_once(self, size: int) -> None:
         """All ranges together are the ``size`` bytes of the file, without an overlap."""
@@ -146,9 +149,9 @@ def made(chance: random.Random) -> tuple[bytes, PackedFile, list[FileObject]]:
 
 
 def opened(data: bytes, file: PackedFile, objects: list[FileObject]) -> ObjectFile:
-    def load(name: str, start: int, into: memoryview) -> None:
+    def load(name: str, start: int, length: int) -> bytes:
         at = int(name) + start
-        into[:] = data[at : at + len(into)]
+        return data[at : at + length]
 
     return ObjectFile("a store", file, objects, load)
 
@@ -243,3 +246,23 @@ def test_a_version_without_files_is_not_mirrored() -> None:
         mirror.copy(writer, record.info.id, Stop())
     assert mirror.read().versions == ()
     writer.close()
+
+
+def test_a_slow_request_of_a_whole_file_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_file, "UNIT", MIB)
+    data, asked, many = random.Random(5).randbytes(9 * MIB), [0], threading.Event()
+    file = PackedFile("a", len(data), *(np.zeros((2, 0), np.int64)))
+
+    def load(name: str, start: int, length: int) -> bytes:
+        asked.append(start)
+        if len(asked) > 9:
+            many.set()
+        assert start or many.wait(60), "the others wait for the first one"
+        return data[start : start + length]
+
+    whole = ObjectFile("a store", file, [FileObject("a", len(data), digest(data))], load)
+    with open(tmp_path / "whole", "w+b") as out:
+        whole.write(out.fileno(), "whole", lambda _: None)
+    assert (tmp_path / "whole").read_bytes() == data

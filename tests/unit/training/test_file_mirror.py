@@ -364,10 +364,10 @@ def test_a_fetch_that_was_interrupted_is_finished_by_the_next(
     shutil.rmtree(tmp_path / "run")
     real, count = bucket.store.get_range, itertools.count()
 
-    def get_range(name: str, start: int, into: memoryview) -> None:
+    def get_range(name: str, start: int, length: int) -> Part:
         if next(count) == 2:
             raise TransportError("the network is gone")
-        real(name, start, into)
+        return real(name, start, length)
 
     monkeypatch.setattr(bucket.store, "get_range", get_range)
     with pytest.raises(TransportError):

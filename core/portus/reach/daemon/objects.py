@@ -19,8 +19,8 @@ from typing import Final
 from portus.errors import MediumError, UsageError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
-from portus.reach.mirror.store import ListedObject, MissingError, Store
+from portus.reach.mirror.names import check_name, check_prefix, short
+from portus.reach.mirror.store import ListedObject, MissingError, Part, Store
 
 MEMORY: Final = "memory:"
 """The prefix of a host's place whose pools are in memory."""
@@ -51,12 +51,11 @@ class MemoryStore:
             raise MissingError(f"{self._name}: there is no {name}")
         return found[0]
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        target, data = writable_bytes(into, start, self._name), self.get(name)
-        found = data[start : start + target.nbytes]
-        if len(found) != target.nbytes:
-            raise short(f"{self._name}: {name}", start, target.nbytes, len(found))
-        target[:] = found
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        found = self.get(name)[start : start + length]
+        if len(found) != length:
+            raise short(f"{self._name}: {name}", start, length, len(found))
+        return found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         check_prefix(prefix, self._name)
@@ -175,8 +174,8 @@ class _Below:
     def get(self, name: str) -> bytes:
         return self._objects.store.get(self._prefix + name)
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        self._objects.store.get_range(self._prefix + name, start, into)
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        return self._objects.store.get_range(self._prefix + name, start, length)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         last = self._prefix + after if after else ""

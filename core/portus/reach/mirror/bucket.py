@@ -34,8 +34,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import numpy as np
-
 from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
@@ -45,7 +43,6 @@ from portus.reach.mirror.names import (
     check_prefix,
     is_name,
     short,
-    writable_bytes,
 )
 from portus.reach.mirror.store import PART_SIZE, ListedObject, Part
 
@@ -139,16 +136,14 @@ class Bucket:
         path = check_name(name, self._address)
         return self._ask("get", name, lambda: self._get(path))
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
+    def get_range(self, name: str, start: int, length: int) -> Part:
         path = check_name(name, self._address)
-        view = writable_bytes(into, start, self._address)
-        if not view:
-            return
-        found = self._ask("get", name, lambda: self._get_range(path, start, start + len(view)))
-        if len(found) < len(view):
-            raise short(f"{self._address}: {name}", start, len(view), len(found))
-        # By numpy: it lets other threads run meanwhile.
-        np.frombuffer(view, np.uint8)[:] = np.frombuffer(found, np.uint8)
+        if not length:
+            return b""
+        found = self._ask("get", name, lambda: self._get_range(path, start, start + length))
+        if len(found) < length:
+            raise short(f"{self._address}: {name}", start, length, len(found))
+        return found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         below = check_prefix(prefix, self._address)

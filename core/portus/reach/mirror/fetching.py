@@ -31,7 +31,6 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, State
-from portus.reach.versions.buffers import Rooms
 from portus.reach.versions.parallel import in_any_order
 from portus.reach.versions.pool_draft import PoolDraft
 
@@ -142,23 +141,22 @@ def _bring(
     counts = [len(each.file.length) for each in parts]
     firsts = [0, *itertools.accumulate(counts)]
     spans = [each.file.spans() for each in parts]
-    rooms, telling = Rooms(UNIT), threading.Lock()
+    telling = threading.Lock()
 
     def bring(part: tuple[int, int]) -> None:
         number, start = part
         file = parts[number]
-        with rooms.lent(min(UNIT, file.size - start)) as room:
-            data = room.data
-            file.read(start, data)
-            for storage, inside, length in spans[number].within(start, len(data)):
-                is_around = storage == counts[number]
-                # Those around the storages of the files come after all storages.
-                index = firsts[-1] + number if is_around else firsts[number] + storage
-                target.store(begins[index] + inside, data[:length])
-                data = data[length:]
-            with telling:
-                if advance is not None:
-                    advance(len(room))
+        data = file.read(start, min(UNIT, file.size - start))
+        size = len(data)
+        for storage, inside, length in spans[number].within(start, size):
+            is_around = storage == counts[number]
+            # Those around the storages of the files come after all storages.
+            index = firsts[-1] + number if is_around else firsts[number] + storage
+            target.store(begins[index] + inside, data[:length])
+            data = data[length:]
+        with telling:
+            if advance is not None:
+                advance(size)
 
     ranges = [
         (number, start) for number, file in enumerate(parts) for start in range(0, file.size, UNIT)

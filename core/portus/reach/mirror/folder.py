@@ -25,7 +25,6 @@ from portus.reach.mirror.names import (
     check_prefix,
     is_name,
     short,
-    writable_bytes,
 )
 from portus.reach.mirror.store import ListedObject, MissingError, Part, UnwritableError
 
@@ -101,12 +100,13 @@ class Folder:
                 raise TransportError(f"{path}: it became shorter while it was read; read it again")
             return bytes(data)
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        view = writable_bytes(into, start, self)
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        view = memoryview(bytearray(length))
         with self._translate_errors(), self._open(name) as (path, number):
             found = self._fill(path, number, start, view)
-        if found < len(view):
-            raise short(f"{self}: {name}", start, len(view), found)
+        if found < length:
+            raise short(f"{self}: {name}", start, length, found)
+        return view
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._check_open()

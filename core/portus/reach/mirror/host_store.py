@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from portus.errors import StaleError, TransportError, UsageError
-from portus.reach.mirror.names import check_name, check_prefix, short, writable_bytes
-from portus.reach.mirror.store import ListedObject, MissingError
+from portus.reach.mirror.names import check_name, check_prefix, short
+from portus.reach.mirror.store import ListedObject, MissingError, Part
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import ProtocolError, Said, column
@@ -55,14 +55,11 @@ class HostStore:
     def get(self, name: str) -> bytes:
         return self._get(name, 0, 0)
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        target = writable_bytes(into, start, self._address)
-        if not target.nbytes:
-            return
-        data = self._get(name, start, target.nbytes)
-        if len(data) != target.nbytes:
-            raise short(f"{self._address}: {name}", start, target.nbytes, len(data))
-        target[:] = data
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        data = self._get(name, start, length) if length else b""
+        if len(data) != length:
+            raise short(f"{self._address}: {name}", start, length, len(data))
+        return data
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         check_prefix(prefix, self._address)

@@ -132,9 +132,9 @@ class Mirror(Writer):
             file = PackedFile(name, added.size, nowhere, nowhere)
             own = zip([file], [(added.object,)], strict=True)
 
-        def load(name: str, start: int, into: memoryview) -> None:
+        def load(name: str, start: int, length: int) -> Part:
             with self._meanwhile(added):
-                self._objects.load(name, start, into)
+                return self._objects.get_range(name, start, length)
 
         files = [ObjectFile(self.name, file, objects, load) for file, objects in own]
         try:

@@ -74,10 +74,10 @@ class ModelObjects:
         have taken effect."""
         in_any_order(request, items, ABREAST)
 
-    def load(self, name: str, start: int, into: memoryview) -> None:
-        """Fill memory as ``Store.get_range``; raise ``CorruptionError`` for a missing object."""
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        """Return a range as ``Store.get_range``; raise ``CorruptionError`` for a missing object."""
         try:
-            self.store.get_range(self.path(name), start, into)
+            return self.store.get_range(self.path(name), start, length)
         except MissingError as error:
             raise self._missing_error(name) from error
 
@@ -128,10 +128,9 @@ class ModelObjects:
         self._compare(name, sent, digest(data))
 
     def _read(self, name: str, size: int, sent: bytes) -> Iterator[int]:
-        hasher, room = xxhash.xxh3_128(), memoryview(bytearray(min(size, UNIT)))
+        hasher = xxhash.xxh3_128()
         for start in range(0, size, UNIT):
-            part = room[: size - start]
-            self.load(name, start, part)
+            part = self.get_range(name, start, min(UNIT, size - start))
             hasher.update(part)
             yield len(part)
         # None of the ranges covers bytes behind the end.
@@ -141,7 +140,7 @@ class ModelObjects:
 
     def _goes_on(self, name: str, size: int) -> bool:
         try:
-            self.store.get_range(self.path(name), size, memoryview(bytearray(1)))
+            self.store.get_range(self.path(name), size, 1)
         except MissingError as error:
             raise self._missing_error(name) from error
         except CorruptionError:

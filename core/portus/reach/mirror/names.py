@@ -1,4 +1,4 @@
-"""The rules of all stores: names of objects, and memory."""
+"""The rules of all stores for names of objects, and an error of all."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ def check_prefix(prefix: str, where: object) -> str:
     if not prefix.endswith("/"):
         raise UsageError(f"{where}: a list of {prefix!r:.100}; expected whole segments, as 'a/b/'")
     return check_name(prefix[:-1], where)
-
-
-def writable_bytes(into: memoryview, start: int, where: object) -> memoryview:
-    """Return a view of the bytes of ``into``, to be filled from byte ``start`` of an object on.
-    Raises ``UsageError``."""
-    if into.readonly or not into.c_contiguous or start < 0:
-        raise UsageError(
-            f"{where}: expected memory to write to, without gaps, and an offset of 0 or more"
-        )
-    return into.cast("B")
 
 
 def short(what: str, start: int, expected: int, found: int) -> CorruptionError:

@@ -29,11 +29,11 @@ from portus.reach.index.file_table import PackedFile
 from portus.reach.media.local import naming_call
 from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.objects import FileObject
-from portus.reach.versions.buffers import Rooms
+from portus.reach.mirror.store import Part
 from portus.reach.versions.parallel import abreast, in_any_order
 
-Load = Callable[[str, int, memoryview], None]
-"""Fills memory from a byte of an object on. Raises the errors of a load."""
+Load = Callable[[str, int, int], Part]
+"""Returns a range of an object. Raises the errors of a load."""
 
 _SMALL_ABREAST: Final = 16
 """Requests at once, if they are small: most of their time is the wait for an answer."""
@@ -43,6 +43,9 @@ _SMALL: Final = 2 << 20
 
 _GAP: Final = 256 << 10
 """Bytes between two ranges, at most, to read with them rather than make two requests."""
+
+_AHEAD: Final = 64
+"""Ranges that may be in a file before the first one of them arrived."""
 
 _CHECKED: Final = 4 * UNIT
 """Bytes in memory during a check."""
@@ -116,14 +119,14 @@ class ObjectFile(ReadOnlyMedium):
             taken = self._take(offset, view)
             offset, view = offset + taken, view[taken:]
 
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` by requests of its own. Thread-safe."""
-        number = bisect.bisect_right(self._starts, offset) - 1
-        while target:
-            inside = offset - self._starts[number]
-            part = target[: self._objects[number].size - inside]
-            self._load(self._objects[number].name, inside, part)
-            offset, target, number = offset + len(part), target[len(part) :], number + 1
+    def read(self, offset: int, length: int) -> memoryview:
+        """Return a range, by requests of its own. Thread-safe."""
+        number, parts = bisect.bisect_right(self._starts, offset) - 1, list[Part]()
+        while length:
+            inside, each = offset - self._starts[number], self._objects[number]
+            parts.append(self._load(each.name, inside, min(length, each.size - inside)))
+            offset, length, number = offset + len(parts[-1]), length - len(parts[-1]), number + 1
+        return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """See ``RemoteMedium``."""
@@ -145,14 +148,13 @@ class ObjectFile(ReadOnlyMedium):
     def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
         """Write all of it to the open and empty file ``number``, verified. path: for messages.
         advance: called with counts of bytes. Raises ``CorruptionError`` if an object is damaged."""
-        rooms, again, there = Rooms(UNIT), memoryview(bytearray(_HASHED)), 0
+        again, there = memoryview(bytearray(_HASHED)), 0
 
         def get(start: int) -> int:
-            with rooms.lent(min(UNIT, self.size - start)) as room:
-                self.read(start, room.data)
-                with naming_call("write", path):
-                    write_all(number, room.data, start)
-                return len(room)
+            data = self.read(start, min(UNIT, self.size - start))
+            with naming_call("write", path):
+                write_all(number, data, start)
+            return len(data)
 
         def get_back(start: int, size: int) -> memoryview:
             nonlocal there
@@ -162,7 +164,8 @@ class ObjectFile(ReadOnlyMedium):
             with naming_call("read", path):
                 return again[: os.preadv(number, [again[:size]], start)]
 
-        arriving = abreast(get, range(0, self.size, UNIT), ABREAST)
+        # Far ahead: what arrived is in the file, and one slow request delays no other.
+        arriving = abreast(get, range(0, self.size, UNIT), ABREAST, _AHEAD)
         with contextlib.closing(arriving):
             # Read back from the file, so that a failed write shows as well, while more arrives.
             for each, start in zip(self._objects, self._starts, strict=False):
@@ -208,8 +211,7 @@ class ObjectFile(ReadOnlyMedium):
         after = bisect.bisect(self._kept, (offset, offset))
         if after < len(self._kept):
             view = view[: self._kept[after][0] - offset]
-        self.read(offset, view)
-        return len(view)
+        return _copy(self.read(offset, len(view)), 0, view)
 
     def _range_at(self, offset: int) -> _Range | None:
         """Return the range to read at once that has that byte; None if there is none."""
@@ -219,9 +221,7 @@ class ObjectFile(ReadOnlyMedium):
 
     def _read_kept(self) -> None:
         def read(part: _Range) -> None:
-            room = np.empty(part[1] - part[0], np.uint8).data
-            self.read(part[0], room)
-            self._bytes[part] = room
+            self._bytes[part] = self.read(part[0], part[1] - part[0])
 
         missing = [part for part in self._kept if part not in self._bytes]
         in_any_order(read, missing, _count(missing))
@@ -239,18 +239,13 @@ class _Ahead:
     """Ranges of a file that are read before they are requested, in their order. A reader that takes
     them in another order gets nothing for some, and reads these otherwise."""
 
-    def __init__(self, read: Callable[[int, memoryview], None], ranges: Sequence[_Range]) -> None:
+    def __init__(self, read: Callable[[int, int], memoryview], ranges: Sequence[_Range]) -> None:
         self._numbers: Final = {start: number for number, (start, _) in enumerate(ranges)}
         self._count = 0
         """The number of ranges that arrived, or failed."""
-        rooms = Rooms(UNIT)
-
-        def fetch(part: _Range) -> memoryview:
-            room = rooms.give(part[1] - part[0])
-            read(part[0], room)
-            return room
-
-        self._arriving: Final = abreast(fetch, ranges, _count(ranges))
+        self._arriving: Final = abreast(
+            lambda part: read(part[0], part[1] - part[0]), ranges, _count(ranges)
+        )
 
     def has(self, offset: int) -> bool:
         """Return whether a range begins there, and is still to be taken."""

@@ -67,9 +67,9 @@ class Store(Protocol):
     def get(self, name: str) -> bytes:
         """Return all of an object."""
 
-    def get_range(self, name: str, start: int, into: memoryview) -> None:
-        """Fill ``into`` (writable, contiguous) from byte ``start`` on. Raises ``CorruptionError``
-        if the object ends before."""
+    def get_range(self, name: str, start: int, length: int) -> Part:
+        """Return ``length`` bytes of an object from byte ``start`` on. Raises ``CorruptionError``
+        if it ends before."""
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         """Yield the objects whose names begin with ``prefix``, whole segments or nothing

@@ -16,15 +16,15 @@ NAME: Final = "portus-abreast"
 
 
 def abreast(
-    work: Callable[[_Item], _Result], items: Iterable[_Item], count: int
+    work: Callable[[_Item], _Result], items: Iterable[_Item], count: int, ahead: int = 0
 ) -> Generator[_Result, None, None]:
     """Yield the results of ``work`` on each item, ``count`` at a time, in the order of the items.
 
-    At most ``count`` results are made in advance. The error of an item is raised in its turn. No
-    thread is left when the iterator is exhausted or closed: a caller that stops early closes it
-    (``contextlib.closing``).
+    At most ``count`` results are made in advance, or ``ahead`` if that is more. The error of an
+    item is raised in its turn. No thread is left when the iterator is exhausted or closed: a caller
+    that stops early closes it (``contextlib.closing``).
     """
-    return _WorkerPool(work, count).over(items)
+    return _WorkerPool(work, count).over(items, max(count, ahead))
 
 
 def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
@@ -69,14 +69,14 @@ class _WorkerPool(Generic[_Item, _Result]):
         self._asked: Final[queue.SimpleQueue[_Turn[_Item, _Result] | None]] = queue.SimpleQueue()
         self._threads: Final[list[JoinableThread]] = []
 
-    def over(self, items: Iterable[_Item]) -> Generator[_Result, None, None]:
+    def over(self, items: Iterable[_Item], ahead: int) -> Generator[_Result, None, None]:
         under_way: list[_Turn[_Item, _Result]] = []
         try:
             for item in items:
                 turn: _Turn[_Item, _Result] = _Turn(item)
                 under_way.append(turn)
                 self._begin(turn)
-                if len(under_way) >= self._count:
+                if len(under_way) >= ahead:
                     yield under_way.pop(0).result()
             while under_way:
                 yield under_way.pop(0).result()

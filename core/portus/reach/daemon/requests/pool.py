@@ -64,9 +64,7 @@ def get(guest: Guest, message: said.Get) -> Said:
     try:
         if not message.length:
             return said.Object(store.get(message.name))
-        room = bytearray(message.length)
-        store.get_range(message.name, message.start, memoryview(room))
-        return said.Object(bytes(room))
+        return said.Object(bytes(store.get_range(message.name, message.start, message.length)))
     except MissingError as error:
         raise StaleError(str(error)) from error
 
