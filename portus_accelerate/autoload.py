@@ -25,7 +25,7 @@ def register() -> None:
     if is_on():
         watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
         watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
-        watch("transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.newest")
+        watch("transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.directories")
     if is_on() or is_on(OF_DEEPSPEED):
         watch("deepspeed.runtime.engine", "DeepSpeedEngine", "portus_accelerate.deepspeed")
     if is_launcher():

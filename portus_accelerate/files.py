@@ -10,8 +10,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import portus
-from portus_accelerate import place
-from portus_accelerate.newest import NUMBERED, RANDOM, TELLING, why_incomplete
+from portus_accelerate.directories import (
+    NUMBERED,
+    RANDOM,
+    TELLING,
+    is_inside,
+    numbered_directories,
+    roots,
+    why_incomplete,
+)
 from portus_accelerate.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,11 +38,11 @@ class CheckpointFiles:
         self._is_writer: Final = is_writer
         self._shards: PortusStorageWriter | None = None
 
-    def prepare(self, roots: list[str]) -> None:
-        """Repair what a killed process left below ``roots``, and learn each optimizer's parameters,
+    def prepare(self, below: list[str]) -> None:
+        """Repair what a killed process left below ``below``, and learn each optimizer's parameters,
         so the first save too is in the background. Raises nothing: the first save does."""
         with contextlib.suppress(portus.PortusError):
-            for root in roots:
+            for root in below:
                 self.files.recover(root)
                 if self._is_writer:
                     self._remove_cut_off(os.path.join(root, "checkpoints"))
@@ -44,9 +51,7 @@ class CheckpointFiles:
     def _remove_cut_off(self, above: str) -> None:
         """Remove directories of automatic naming whose save was cut off, and that have no other
         files: scripts continue from the highest number, or start anew without one."""
-        for directory in (
-            place.numbered_directories(above, NUMBERED) if os.path.isdir(above) else ()
-        ):
+        for directory in numbered_directories(above, NUMBERED) if os.path.isdir(above) else ():
             if not why_incomplete(directory) or _others_in(directory):
                 continue
             self.files.wait_for(directory)  # another process may be saving it
@@ -67,11 +72,10 @@ class CheckpointFiles:
         ``.portus`` is on the file system of the checkpoints, not among them nor in uploads. Opens
         no file. Raises ``MediumError``."""
         above = otherwise = os.path.dirname(directory)
-        roots = place.roots(self._accelerator.project_dir)
-        fit = [root for root in roots if place.is_inside(above, root)]
+        fit = [root for root in roots(self._accelerator.project_dir) if is_inside(above, root)]
         if self.uploaded is not None:
-            fit = [root for root in fit if not place.is_inside(root, self.uploaded)]
-            if place.is_inside(above, self.uploaded):
+            fit = [root for root in fit if not is_inside(root, self.uploaded)]
+            if is_inside(above, self.uploaded):
                 otherwise = os.path.dirname(self.uploaded)
         settings = self._of_all
         return portus.Run.beside(

@@ -11,10 +11,10 @@ from typing import Any, Final
 from accelerate.utils import broadcast_object_list, gather_object, other
 
 import portus
-from portus_accelerate import fsdp, place, resume
+from portus_accelerate import fsdp, resume
 from portus_accelerate.capture import verifying
+from portus_accelerate.directories import RANDOM, numbered_directories, why_incomplete
 from portus_accelerate.files import CheckpointFiles
-from portus_accelerate.newest import RANDOM, why_incomplete
 from portus_accelerate.origin import naming, origin_of
 from portus_accelerate.settings import Settings
 
@@ -211,7 +211,7 @@ class StateLoader:
 def _newest_first(above: str) -> list[str]:
     """Return the checkpoints in ``above``; none if it cannot be listed: stock reports that."""
     with contextlib.suppress(portus.MediumError):
-        return place.numbered_directories(above)[::-1]
+        return numbered_directories(above)[::-1]
     return []
 
 

@@ -24,12 +24,12 @@ from typing import Any, Final
 
 import portus
 from portus.dcp import RankFiles
-from portus_accelerate import data, deepspeed, fsdp, place, resume
+from portus_accelerate import data, deepspeed, fsdp, resume
 from portus_accelerate.capture import Capture, capturing, torch_name
+from portus_accelerate.directories import RANDOM, roots, step_of, surplus, why_incomplete
 from portus_accelerate.engine_files import gather_engine_files
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
-from portus_accelerate.newest import RANDOM, why_incomplete
 from portus_accelerate.origin import note
 from portus_accelerate.settings import ACCELERATE, Settings
 
@@ -72,7 +72,7 @@ class Saver:
         self.loader: Final = StateLoader(accelerator, self._files, settings)
         if self.is_on():
             self.loader.fetch_named()
-            self._files.prepare(place.roots(accelerator.project_dir))
+            self._files.prepare(roots(accelerator.project_dir))
 
     def __reduce__(self) -> tuple[Callable[[Settings], Settings], tuple[Settings]]:
         return copy.copy, (self.settings,)  # a copy of the Accelerator needs its own Saver
@@ -164,7 +164,7 @@ class Saver:
         adds our values to the capture. limit: of the checkpoints beside it; older ones are removed
         then. pooled: the files that go to the pool as they are; None: all, as files of torch."""
         self._count += 1
-        run, number = self._files.begin(directory), place.step_of(directory)
+        run, number = self._files.begin(directory), step_of(directory)
         step = self._count if number is None else number
         handles: list[portus.SaveHandle] = []
 
@@ -187,7 +187,11 @@ class Saver:
                     self._files.files.save_directory(directory, parts, step, said, ready)
                 )
             # Queued behind the save: they go once it, or a later one, commits (decision 0065).
-            for old in (*_twins(directory, parts), *removed, *place.surplus(directory, limit)):
+            for old in (
+                *_twins(directory, parts),
+                *removed,
+                *surplus(directory, limit),
+            ):
                 self._files.files.remove(old)
             if now and handles:
                 handles[-1].wait()

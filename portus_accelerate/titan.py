@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import portus
 from portus.dcp import PortusStorageWriter, load
-from portus_accelerate import place
+from portus_accelerate.directories import numbered_directories
 from portus_accelerate.engine_files import tensors_of
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -28,36 +28,8 @@ _log: Final = logging.getLogger("portus_accelerate")
 _STEP: Final = re.compile(r"step-\d+")
 """The pattern of TorchTitan's names of checkpoints."""
 
-_WRITER: Final = "_portus_writer"
-
-
-def save(
-    writer: PortusStorageWriter,
-    state: dict[str, Any],
-    directory: str,
-    ranks: Any,
-    optimizers: Any,
-    *,
-    is_late: bool,
-) -> Future[None] | None:
-    """Save ``state``, on every rank. is_late: return a future before the save is complete. ranks:
-    the process group. optimizers: those whose step waits for ``writer.fence``."""
-    stepping = optimizers if is_late and optimizers else ()
-    handle = writer.save(
-        state,
-        directory,
-        blocking=not is_late,
-        process_group=ranks,
-        fenced=[tensor for each in stepping for tensor in tensors_of(each)],
-    )
-    return _SaveFuture(handle) if is_late else None
-
-
-def purge(writer: PortusStorageWriter, folder: str, count: int) -> None:
-    """Have rank 0 remove all but the newest ``count`` checkpoints, once the newest is complete."""
-    if dist.get_rank() == 0 and count > 0:
-        for path in steps_in(folder)[count:]:
-            writer.remove(path)
+WRITER: Final = "_portus_writer"
+"""The attribute of a manager with its ``PortusStorageWriter``."""
 
 
 class _SaveFuture(Future[None]):
@@ -78,7 +50,7 @@ class _SaveFuture(Future[None]):
 
 def steps_in(folder: str) -> list[str]:
     """Return the checkpoints in ``folder``, by their steps, the highest first."""
-    return place.numbered_directories(folder, _STEP)[::-1] if os.path.isdir(folder) else []
+    return numbered_directories(folder, _STEP)[::-1] if os.path.isdir(folder) else []
 
 
 def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
@@ -103,19 +75,19 @@ def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> boo
 
 
 def take_over(manager: Any, **settings: Any) -> None:
-    """Have the class ``CheckpointManager`` of TorchTitan 0.2 save through Portus. settings: of
+    """Have the class ``CheckpointManager`` of TorchTitan save through Portus. settings: of
     ``portus.Settings``. A second call does nothing. Raises ``UsageError`` for another class."""
     missing = [name for name in ("dcp_save", "dcp_load", "close") if not hasattr(manager, name)]
     if missing:
         raise portus.UsageError(f"{manager!r}: expected TorchTitan's manager; it lacks {missing}")
-    if hasattr(manager, _WRITER):
+    if hasattr(manager, WRITER):
         return
-    setattr(manager, _WRITER, None)
+    setattr(manager, WRITER, None)
 
     def writer_of(own: Any) -> PortusStorageWriter:
-        if vars(own).get(_WRITER) is None:
-            setattr(own, _WRITER, PortusStorageWriter(**settings))
-        found: PortusStorageWriter = vars(own)[_WRITER]
+        if vars(own).get(WRITER) is None:
+            setattr(own, WRITER, PortusStorageWriter(**settings))
+        found: PortusStorageWriter = vars(own)[WRITER]
         return found
 
     def dcp_save(
@@ -130,9 +102,17 @@ def take_over(manager: Any, **settings: Any) -> None:
     ) -> Any:
         if to_hf or "pinned" in str(async_mode.value):
             return stock(self, state_dict, checkpoint_id, async_mode, *given, to_hf=to_hf, **named)
-        ranks, optimizers = getattr(self, "pg", None), self.states.get("optimizer")
         is_late = async_mode.value != "disabled"
-        return save(writer_of(self), state_dict, checkpoint_id, ranks, optimizers, is_late=is_late)
+        # Their step waits for ``writer.fence``.
+        stepping = (self.states.get("optimizer") or ()) if is_late else ()
+        handle = writer_of(self).save(
+            state_dict,
+            checkpoint_id,
+            blocking=not is_late,
+            process_group=getattr(self, "pg", None),
+            fenced=[tensor for each in stepping for tensor in tensors_of(each)],
+        )
+        return _SaveFuture(handle) if is_late else None
 
     def dcp_load(
         stock: Callable[..., Any],
@@ -151,17 +131,20 @@ def take_over(manager: Any, **settings: Any) -> None:
             self.states["model"].load_state_dict(state_dict)
 
     def close(stock: Callable[..., Any], self: Any) -> None:
-        if vars(self).get(_WRITER) is not None:
+        if vars(self).get(WRITER) is not None:
             writer_of(self).close()
         stock(self)
 
     def maybe_wait_for_staging(stock: Callable[..., Any], self: Any) -> None:
         # TorchTitan calls this right before its optimizers step.
-        writer_of(self).fence()
+        if getattr(self, "enable", True):
+            writer_of(self).fence()
         stock(self)
 
     def _purge_stale_checkpoints(self: Any) -> None:
-        purge(writer_of(self), self.folder, self.keep_latest_k)
+        if dist.get_rank() == 0 and self.keep_latest_k > 0:
+            for path in steps_in(self.folder)[self.keep_latest_k :]:
+                writer_of(self).remove(path)  # once the newest is complete
 
     for each in (dcp_save, dcp_load, close, maybe_wait_for_staging):
         setattr(*portus.around(manager, each.__name__, each))

@@ -25,8 +25,15 @@ from typing import Any, Final
 import safetensors.torch
 
 import portus
-from portus_accelerate import capture, place, trainer_data
-from portus_accelerate.newest import NAME, complete_in, is_complete, last, why_incomplete
+from portus_accelerate import capture, trainer_data
+from portus_accelerate.directories import (
+    NAME,
+    complete_in,
+    is_complete,
+    last,
+    numbered_directories,
+    why_incomplete,
+)
 from portus_accelerate.saver import Saver, saver_of
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -204,7 +211,7 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
 
 def _is_newest(checkpoint: str) -> bool:
     """Return True if none beside it is newer, by its step or by its time: Trainer uses either."""
-    steps = place.numbered_directories(os.path.dirname(checkpoint), NAME)
+    steps = numbered_directories(os.path.dirname(checkpoint), NAME)
     times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
     return steps[-1:] == times[-1:] == [checkpoint]
 
@@ -252,7 +259,7 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
     output, count = os.path.abspath(trainer.args.output_dir), trainer.args.world_size
     is_here = os.path.isdir(output)  # for this process: it still takes part in what all do
     beside = saver.loader.as_main_says(
-        output, place.numbered_directories(output, NAME) if is_here else []
+        output, numbered_directories(output, NAME) if is_here else []
     )
     if not beside:
         return asked  # Trainer reports that there is none

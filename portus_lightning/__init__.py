@@ -12,13 +12,13 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from portus_lightning.checkpoint_of_lightning import PortusCheckpoint as PortusCheckpoint
     from portus_lightning.io import PortusIO as PortusIO
+    from portus_lightning.of_lightning import PortusCheckpoint as PortusCheckpoint
 
 __all__ = ["PortusCheckpoint", "PortusIO"]
 
 _MODULE_OF: Final = {
-    "PortusCheckpoint": "portus_lightning.checkpoint_of_lightning",
+    "PortusCheckpoint": "portus_lightning.of_lightning",
     "PortusIO": "portus_lightning.io",
 }
 
@@ -27,17 +27,13 @@ def __getattr__(name: str) -> object:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'portus_lightning' has no attribute {name!r}")
-    if name == "PortusCheckpoint" and _is_of_pytorch_lightning():
-        module = "portus_lightning.checkpoint_of_pytorch_lightning"
+    # Each has a ``ModelCheckpoint`` of its own; if both are imported, name the module.
+    is_other = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    if name == "PortusCheckpoint" and is_other:
+        module = "portus_lightning.of_pytorch_lightning"
     value: object = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
-
-
-def _is_of_pytorch_lightning() -> bool:
-    """Return True if the program has imported ``pytorch_lightning`` and not ``lightning``. Each has
-    a ``ModelCheckpoint`` of its own; if both are imported, name the module."""
-    return "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 
 
 def __dir__() -> list[str]:

@@ -6,27 +6,22 @@ and imports nothing, unless the program has made a ``PortusIO``.
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 
 def companion_callbacks() -> list[object]:
     """Return the companion callback, for Trainers of ``lightning.pytorch``."""
-    if not _is_used():
-        return []
-    from portus_lightning.companion_of_lightning import PortusCompanion
-
-    return [PortusCompanion()]
+    return _callbacks("portus_lightning.of_lightning")
 
 
 def companion_callbacks_for_pytorch_lightning() -> list[object]:
     """Return the companion callback, for Trainers of ``pytorch_lightning``."""
-    if not _is_used():
+    return _callbacks("portus_lightning.of_pytorch_lightning")
+
+
+def _callbacks(module: str) -> list[object]:
+    io = sys.modules.get("portus_lightning.io")
+    if io is None or not io.INSTANCES:
         return []
-    from portus_lightning.companion_of_pytorch_lightning import PortusCompanion
-
-    return [PortusCompanion()]
-
-
-def _is_used() -> bool:
-    module = sys.modules.get("portus_lightning.io")
-    return module is not None and bool(module.INSTANCES)
+    return [importlib.import_module(module).PortusCompanion()]

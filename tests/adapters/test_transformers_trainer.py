@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import portus
 import portus_accelerate
 from portus.engine.fence import fence
-from portus_accelerate import newest, patch, saver, settings, trainer, trainer_data
+from portus_accelerate import patch, saver, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO
 
@@ -50,7 +50,7 @@ def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         method = getattr(transformers.trainer.Trainer, name)
         monkeypatch.setattr(transformers.trainer.Trainer, name, method)
     patch.install()
-    newest.install()
+    directories.install()
     trainer.install()
     yield
     for state in (AcceleratorState, PartialState, GradientState):

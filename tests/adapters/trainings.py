@@ -21,7 +21,7 @@ import portus_accelerate
 from portus.dcp import PortusStorageWriter
 from portus.testing.adapter import Order
 from portus_lightning import PortusIO
-from portus_lightning.companion_of_lightning import PortusCompanion
+from portus_lightning.of_lightning import PortusCompanion
 
 SIZE = 5000
 

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from portus.testing.nursery import Say
 from portus_lightning import PortusIO
-from portus_lightning.companion_of_lightning import PortusCompanion
+from portus_lightning.of_lightning import PortusCompanion
 
 SAMPLES = 22
 

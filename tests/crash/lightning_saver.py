@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from portus.testing.nursery import Say
 from portus_lightning import PortusIO
-from portus_lightning.companion_of_lightning import PortusCompanion
+from portus_lightning.of_lightning import PortusCompanion
 
 WORKERS = 2
 BATCHES = 3

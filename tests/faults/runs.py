@@ -28,7 +28,7 @@ import portus
 from portus.engine.pipeline.handle import SaveHandle
 from portus.reach.training.training_files import TrainingFiles
 from portus.testing.nursery import Say
-from portus_lightning.companion_of_lightning import PortusCompanion
+from portus_lightning.of_lightning import PortusCompanion
 from tests.adapters import tiny
 from tests.faults import calls
 from tests.faults.calls import Call, Fault

@@ -21,7 +21,7 @@ IS_POINTER_GOOD: Final = "portus.reach.pools.resolve:is_pointer_good"
 OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"
 """Recognizes a file that is no zip."""
 
-SHARD_OF: Final = "portus.reach.shards.shard_file:shard_of"
+SHARD_OF: Final = "portus.reach.shards.rank_file:shard_of"
 """Recognizes a file of a sharded checkpoint."""
 
 STEPS_OF: Final = "portus.reach.pools.place:steps_of"

@@ -20,7 +20,7 @@ from portus.engine.paths import process
 from portus.engine.paths.face import load
 from portus.engine.paths.process import saver
 from portus.engine.paths.request import FileToSave, PreparedFile
-from portus.engine.paths.shared_writer import recover
+from portus.engine.paths.saver import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.writer.image_file import ImageFile

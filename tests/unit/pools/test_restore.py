@@ -17,8 +17,7 @@ from portus.engine.loading import restore_over
 from portus.engine.loading.newest import use_newest
 from portus.engine.loading.overlap import overlapping
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import Rename, RestoreOptions
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.records import VersionEntry

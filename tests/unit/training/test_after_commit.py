@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from portus.engine.job.settings import Settings
-from portus.engine.paths.saver import FileSaver
-from portus.engine.paths.shared_writer import SharedWriter
+from portus.engine.paths.saver import FileSaver, SharedWriter
 from portus.errors import MediumError
 from portus.reach.training.after_commit import AfterCommit
 

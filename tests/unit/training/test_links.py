@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.paths.shared_writer import recover
+from portus.engine.paths.saver import recover
 from portus.errors import MediumError
 from portus.reach.training.links import replace_link
 from tests.warm import in_process

@@ -52,7 +52,7 @@ from portus.companions.journal.lines import (
     shorten,
 )
 from portus.engine.fence import fence
-from portus.engine.loading.origin import take_loaded
+from portus.engine.loading.newest import take_loaded
 from portus.engine.media.calls import mark
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveStats

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import RestoreOptions
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import RestoreOptions, RestoreReport
+from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError
 
 _log: Final = logging.getLogger("portus")
@@ -54,3 +54,17 @@ def _use_last(found: Sequence[Found], use: Callable[[Found], Result]) -> Result:
             failures.append(error)
     # Damage is raised rather than an error of the disk, which may pass.
     raise next((each for each in failures if isinstance(each, CorruptionError)), failures[-1])
+
+
+_loaded: Final[dict[str, VersionInfo]] = {}
+
+
+def note_loaded(info: VersionInfo) -> None:
+    """Note that a version was loaded; the newest load of each model counts."""
+    _loaded[info.model] = info
+
+
+def take_loaded(model: str) -> tuple[bytes, int] | None:
+    """Return token and step of the version that was loaded, or None, and forget it."""
+    info = _loaded.pop(model, None)
+    return None if info is None else (info.token, info.step)

@@ -16,11 +16,22 @@ import torch
 from portus.engine.loading.overlap import contradiction, copy_over, doubtful_pairs, overlapping
 from portus.engine.loading.patterns import Matcher, Patterns, matcher
 from portus.engine.pipeline.plan import Column
-from portus.engine.spec import TensorSpec
+from portus.engine.spec import TensorSpec, VersionInfo
 from portus.engine.state.elsewhere import Elsewhere
 from portus.engine.state.merge import Merge
 from portus.engine.state.walk import DTYPES, StateContents, refuse_freed, walk
 from portus.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreReport:
+    """The result of ``restore_into``. ``missing``: tensors of the state that the version lacks,
+    left as they were. ``unexpected``: tensors of the version that the state lacks."""
+
+    version: VersionInfo
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 

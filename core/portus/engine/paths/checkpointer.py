@@ -14,8 +14,7 @@ from portus.engine.fence.fence import before_write
 from portus.engine.job.settings import Settings, SettingsDict
 from portus.engine.loading.newest import StepSource, use_newest
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import Rename, RestoreOptions
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.process import is_blocking, leave
 from portus.engine.paths.saver import FileSaver

@@ -15,10 +15,9 @@ from portus.engine.extensions import COMPANIONS, extension
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file, restore_file
-from portus.engine.loading.origin import note_loaded
+from portus.engine.loading.newest import note_loaded
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import RestoreOptions
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import RestoreOptions, RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import StepRequest
 from portus.engine.paths.process import Closable, join, recover_left

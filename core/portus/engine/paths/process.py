@@ -16,8 +16,7 @@ from portus.engine.directory.waiting import bases_of
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
-from portus.engine.paths.saver import FileSaver
-from portus.engine.paths.shared_writer import SharedWriter, recover
+from portus.engine.paths.saver import FileSaver, SharedWriter, recover
 from portus.errors import MediumError, PortusError, UsageError
 
 _log: Final = logging.getLogger("portus")

@@ -20,14 +20,15 @@ from typing import Final
 import torch
 
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.publisher import Publication
-from portus.engine.directory.system import medium_error
+from portus.engine.directory.publisher import Publication, Publisher
+from portus.engine.directory.system import Linux, medium_error
+from portus.engine.directory.waiting import bases_of
 from portus.engine.fence import fence
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import CopyPlanner, SnapshotMode
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
-from portus.engine.files.queue import Turn
+from portus.engine.files.queue import Queue, Turn
 from portus.engine.image.image import Image
 from portus.engine.job.reports import Reports
 from portus.engine.job.settings import Settings
@@ -36,7 +37,6 @@ from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.destination import Destination
 from portus.engine.paths.request import FileToSave, NewFile, OwnFormat, base_of, name_of, targets_of
-from portus.engine.paths.shared_writer import SharedWriter
 from portus.engine.paths.written_file import WrittenFile
 from portus.engine.pipeline import commits
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages
@@ -48,6 +48,8 @@ from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.state.contents import FileContents, JoinedStorages
 from portus.engine.state.pickling import pickle_state
 from portus.engine.writer.image_file import FileDraft, ImageFile
+from portus.engine.writer.ring import StagingRing
+from portus.engine.writer.ways import Ways
 from portus.errors import (
     AbandonedError,
     CorruptionError,
@@ -58,6 +60,40 @@ from portus.errors import (
     UsageError,
     printable,
 )
+
+
+class SharedWriter:
+    """The objects that the savers of a process share. Threads share it; a forked child makes its
+    own.
+
+    staging: bytes of saves that may be unfinished before a call waits, and of the buffers that
+        they share.
+    """
+
+    def __init__(self, staging: int) -> None:
+        self.queue: Final = Queue("portus-files", staging)
+        self.publisher: Final = Publisher(Linux())
+        self.ring: Final = StagingRing(staging)
+        self.ways: Final = Ways()
+
+    def close(self) -> None:
+        """Finish the saves in flight, and remove hidden files."""
+        # First: its work uses the other two.
+        self.queue.close()
+        self.publisher.close()
+        self.ring.close()
+
+
+def recover(directory: str) -> None:
+    """Restore files that a killed process had removed from ``directory`` before their replacement
+    was there. Raises ``MediumError``."""
+    files = Publisher(Linux())
+    try:
+        for base in bases_of(directory):
+            files.recover(base)
+    finally:
+        files.close()
+
 
 _WRONG_PATH: Final = frozenset(
     {

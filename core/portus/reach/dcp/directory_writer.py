@@ -11,18 +11,21 @@ reuses its plan, after one exchange (``plans``).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -35,10 +38,9 @@ from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
-from portus.errors import UsageError, printable
+from portus.errors import PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
 from portus.reach.dcp.rank_saves import RankSave, RankSaves
-from portus.reach.dcp.torch_calls import call_torch
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
@@ -544,3 +546,18 @@ def _version() -> str:
     from torch.distributed.checkpoint import filesystem
 
     return str(getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0"))
+
+
+@contextlib.contextmanager
+def call_torch() -> Iterator[None]:
+    """Raise the error of the lowest rank that has one of ours, in place of torch's exception."""
+    with warnings.catch_warnings():
+        # One process without a process group is a valid use.
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        try:
+            yield
+        except CheckpointException as error:
+            for _, failure in sorted(error.failures.items()):
+                if isinstance(failure[0], PortusError):
+                    raise failure[0] from error
+            raise

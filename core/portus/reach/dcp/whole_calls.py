@@ -16,8 +16,7 @@ from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.dcp.directory_reader import PortusStorageReader
-from portus.reach.dcp.directory_writer import PortusStorageWriter
-from portus.reach.dcp.torch_calls import call_torch
+from portus.reach.dcp.directory_writer import PortusStorageWriter, call_torch
 from portus.reach.index.place import DEFAULT_DIRECTORY
 from portus.reach.shards.directories import complete_in
 from portus.reach.training.training_files import TrainingFiles

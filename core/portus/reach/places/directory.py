@@ -218,7 +218,7 @@ def _leftovers(directory: str) -> Garbage:
 
 
 def _recover(directory: str, found: Garbage) -> Garbage:
-    from portus.engine.paths.shared_writer import recover  # and torch with it
+    from portus.engine.paths.saver import recover  # and torch with it
 
     if found.pieces:
         recover(directory)

@@ -21,11 +21,16 @@ from portus.engine.copying.segments import Digests, Stop, memory
 from portus.engine.format.checksum import UNIT, unit_counts
 from portus.engine.image.key_paths import storages_in
 from portus.engine.loading.any_format import load_opened
+from portus.engine.loading.newest import note_loaded
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.loading.origin import note_loaded
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
-from portus.engine.loading.restore_over import RestoreOptions, fetch_storages, restore_over, view_of
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import (
+    RestoreOptions,
+    RestoreReport,
+    fetch_storages,
+    restore_over,
+    view_of,
+)
 from portus.engine.loading.torch_file import restore_torch
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo

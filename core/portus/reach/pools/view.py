@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from portus.engine.fence.fence import before_write
 from portus.engine.loading.newest import use_newest
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import Rename, RestoreOptions
-from portus.engine.loading.restore_report import RestoreReport
+from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
 from portus.engine.media import calls
 from portus.engine.spec import VersionInfo, check_step
 from portus.errors import NoCheckpointError, StaleError, UsageError

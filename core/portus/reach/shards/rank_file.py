@@ -7,6 +7,7 @@ are bytes from torch's planner, whose digests are in the table. Bytes between it
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ import numpy as np
 from portus.engine.format.checksum import DIGEST_SIZE, digest, unit_counts
 from portus.engine.format.record import Field, Record
 from portus.engine.image.image import Crcs, Digests, Image, Literal
+from portus.engine.image.integrity import ShardFile
 from portus.engine.image.stored_file import Read, exactly
 from portus.engine.image.torch_reader import read_torch
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, UsageError, printable
+from portus.reach.shards.metadata_file import NAME as METADATA
+from portus.reach.shards.metadata_file import read_pickle
 
 DISTCP: Final = ".distcp"
 
@@ -243,3 +247,17 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
     if any(row.offset + row.length > begin or row.kind > BLOCK for row in found):
         raise CorruptionError(f"{name}: the table has an item outside of the file")
     return RankFile(name, size, save, found, {(row.offset, row.length): row for row in found})
+
+
+def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
+    """Return the known facts of the file at ``path``; None if its name is not a shard's. Raises
+    ``CorruptionError``."""
+    name = os.path.basename(path)
+    if name == METADATA:
+        _, is_verified = read_pickle(read, size, printable(path))
+        return ShardFile(is_verified, lambda _: None)
+    if not name.endswith(DISTCP):
+        return None
+    if not is_rank_file(read, size) and not RANK_FILE.fullmatch(name):
+        return ShardFile(False, lambda _: None)
+    return ShardFile(True, read_rank_file(read, size, printable(path)).verify)

@@ -21,7 +21,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
-from portus.engine.loading.origin import note_loaded
+from portus.engine.loading.newest import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
