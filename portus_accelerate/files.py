@@ -39,7 +39,7 @@ class CheckpointFiles:
         self._shards: PortusStorageWriter | None = None
 
     def prepare(self, below: list[str]) -> None:
-        """Repair what a killed process left below ``below``, and learn each optimizer's parameters,
+        """Repair what a killed process left in ``below``, and learn each optimizer's parameters,
         so the first save too is in the background. Raises nothing: the first save does."""
         with contextlib.suppress(portus.PortusError):
             for root in below:

@@ -353,6 +353,8 @@ class RunFiles:
             self._saved.pop(path, None)
             if self.is_there(path) or os.path.islink(path):
                 self.files.remove(path)
+            if self._has_ended:
+                self._close()
         return True
 
     def put_tables(self) -> None:

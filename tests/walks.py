@@ -47,7 +47,7 @@ COMMIT = [
 ]
 LOAD = [
     "engine/files/pending.PendingPaths.wait_for", "engine/loading/open_file.open_file",
-    "engine/loading/any_format.load_opened", "engine/image/torch_reader.read_torch",
+    "engine/loading/checkpoint_file.load_opened", "engine/image/torch_reader.read_torch",
     "engine/loading/stored_bytes.StoredBytes.fetch", "engine/copying/local.fetch",
 ]  # fmt: skip
 STEPS = {

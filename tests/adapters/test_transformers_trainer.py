@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import portus
 import portus_accelerate
 from portus.engine.fence import fence
-from portus_accelerate import patch, saver, settings, trainer, trainer_data
+from portus_accelerate import directories, patch, saver, settings, trainer, trainer_data
 from tests.adapters import forked
 from tests.adapters.launching import TWO
 

@@ -1,27 +1,49 @@
-"""The checkpoint file at a path, or the one in a pool that a pointer there refers to."""
+"""The checkpoint file at a path, or the one in a pool that a pointer there refers to; recognized by
+its first bytes or its name, loaded and verified."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from portus.engine.extensions import USE_POINTER, extension
+from portus.engine.extensions import OTHER_FORMAT, USE_POINTER, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.engine.loading.any_format import (
-    has_digests_in,
-    load_opened,
-    note_of,
-    verify_opened,
-)
+from portus.engine.image.integrity import shard_of
+from portus.engine.image.stored_file import Read, StoredFile
+from portus.engine.image.torch_reader import read_torch
+from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import OpenFile, open_file, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import RestoreOptions
-from portus.engine.loading.torch_file import restore_torch
+from portus.engine.loading.stored_bytes import StoredBytes
+from portus.engine.loading.torch_file import (
+    has_digests_of_torch,
+    load_torch,
+    note_of_torch,
+    restore_torch,
+)
 from portus.engine.media.pace import Pace
 from portus.errors import UsageError, printable
 
 Result = TypeVar("Result")
+
+
+class FileFormat(NamedTuple):
+    """A format of checkpoint files. Each function takes the path of a file for messages.
+
+    load: see ``load_opened``. outline: returns the places of everything in a file. note,
+    has_digests: see ``note_of`` and ``has_digests``.
+    """
+
+    load: Callable[..., Any]
+    outline: Callable[[Read, int, str], StoredFile]
+    note: Callable[[OpenFile, str], bytes | None]
+    has_digests: Callable[[OpenFile, str], bool]
+
+
+_TORCH: Final = FileFormat(load_torch, read_torch, note_of_torch, has_digests_of_torch)
 
 
 def load_file(
@@ -76,7 +98,14 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
     """Return whether a file has digests of its storages, as one that Portus saved. Reads little of
     it. Raises ``CorruptionError`` for one that is cut off, ``MediumError``."""
     where = os.fspath(path)
-    return use_file(where, lambda file: has_digests_in(file, where), as_torch=False)
+
+    def has_some(file: OpenFile) -> bool:
+        shard = shard_of(reads(file), file.size, where)
+        if shard is not None:
+            return shard.has_digests
+        return _format_of(reads(file), where).has_digests(file, where)
+
+    return use_file(where, has_some, as_torch=False)
 
 
 def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
@@ -87,7 +116,24 @@ def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
     ``CorruptionError``, ``MediumError``.
     """
     where = os.fspath(path)
-    return use_file(where, lambda file: verify_opened(file, where, pace), as_torch=False)
+
+    def verify(file: OpenFile) -> int:
+        read = reads(file)
+        shard = shard_of(read, file.size, where)
+        found = None if shard else outline_file(read, file.size, printable(where))
+        if pace is not None:
+            # Rot on the disk does not show in cached pages.
+            _drop_cached(file)
+            read = _pace(read, pace)
+        if shard is not None:
+            shard.verify(read)
+        elif found is not None and (pace is not None or found.digests is None):
+            found.verify(read)
+        elif found is not None:
+            StoredBytes(file, found).check_all()
+        return file.size
+
+    return use_file(where, verify, as_torch=False)
 
 
 def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = True) -> Result:
@@ -98,3 +144,43 @@ def use_file(where: str, act: Callable[[OpenFile], Result], *, as_torch: bool = 
             return act(file)
     found: Result = extension(USE_POINTER)(where, act)
     return found
+
+
+def load_opened(
+    file: OpenFile, where: str, names: Patterns, *, verify: bool, settings: dict[str, Any]
+) -> Any:
+    """Return the state in an open file; see ``load_file``. where: its path, for messages."""
+    return _format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
+
+
+def note_of(file: OpenFile, where: str) -> bytes | None:
+    """Return the note of an open file; see ``read_note``."""
+    return _format_of(reads(file), where).note(file, where)
+
+
+def _format_of(read: Read, name: str) -> FileFormat:
+    """Return the format of a file, by its first bytes, or its name if those do not tell."""
+    found: FileFormat | None = None
+    if read(0, len(ZIP)) != ZIP:
+        found = extension(OTHER_FORMAT)(read, name)
+    return found or _TORCH
+
+
+def outline_file(read: Read, size: int, name: str) -> StoredFile:
+    """Return the places of everything in the file that ``read`` reads."""
+    return _format_of(read, name).outline(read, size, name)
+
+
+def _drop_cached(file: OpenFile) -> None:
+    if file.number is not None and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _pace(read: Read, pace: Pace) -> Read:
+    def read_slowly(offset: int, length: int) -> bytes:
+        data = read(offset, length)
+        pace.take(len(data))
+        return data
+
+    return read_slowly

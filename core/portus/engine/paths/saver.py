@@ -276,7 +276,7 @@ class FileSaver:
         ``telling``, without which it is no checkpoint. On the worker. Raises ``MediumError``."""
         with PENDING.exempt():
             try:
-                for file in files_below(os.path.realpath(path), telling):
+                for file in _files_below(os.path.realpath(path), telling):
                     self.destination.remove(file, self.shared.publisher)
                 shutil.rmtree(path)
             except FileNotFoundError:
@@ -465,7 +465,7 @@ def _new_files(files: Sequence[FileToSave], targets: Sequence[tuple[str, str]]) 
     ]
 
 
-def files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
+def _files_below(directory: str, telling: re.Pattern[str]) -> list[str]:
     """Return the regular files in and below a directory, in the order in which they are removed:
     first those whose names match ``telling``, then by size."""
     places = {}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from portus.engine.image.stored_file import Read
-from portus.engine.loading.any_format import FileFormat
+from portus.engine.loading.checkpoint_file import FileFormat
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.patterns import Patterns, matcher
 from portus.engine.loading.stored_bytes import StoredBytes

@@ -11,8 +11,7 @@ import torch
 
 from portus.engine.image.key_paths import storage_places
 from portus.engine.image.torch_reader import TorchFile
-from portus.engine.loading.any_format import note_of, outline_file
-from portus.engine.loading.checkpoint_file import use_file
+from portus.engine.loading.checkpoint_file import note_of, outline_file, use_file
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.torch_file import load_outline
 from portus.engine.state.walk import leaves

@@ -186,21 +186,16 @@ class AfterCommit:
             self.delete(path)
         except MediumError as error:
             # No error of a save: the file costs space, and nothing is lost.
-            say_it_stays(path, error)
+            _log.warning(
+                "portus: %s was not removed; remove it yourself: %s",
+                printable(path),
+                error.strerror or error,
+            )
             return False
         finally:
             with self._lock:
                 self._leaving.discard(path)
         return True
-
-
-def say_it_stays(path: str, error: OSError | MediumError) -> None:
-    """Log that a file could not be removed."""
-    _log.warning(
-        "portus: %s was not removed; remove it yourself: %s",
-        printable(path),
-        error.strerror or error,
-    )
 
 
 def _lead(link: str, target: str) -> None:

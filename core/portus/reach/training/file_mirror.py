@@ -240,6 +240,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._links.add(name)
             self.wake()
 
+    def over(self, save: Save) -> None:
+        self.wake()  # links have new targets now
+
     def removing(self, path: str) -> None:
         """Note that the run is about to remove ``path``. Raises nothing."""
         name = self._name_of(path)

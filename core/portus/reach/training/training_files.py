@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,8 @@ from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
 from portus.engine.paths.request import FileToSave, PreparedFile, make_directory
-from portus.engine.paths.saver import FileSaver, files_below
+from portus.engine.paths.saver import FileSaver
+from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
@@ -35,10 +35,9 @@ from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
-from portus.reach.training.after_commit import AfterCommit, say_it_stays
+from portus.reach.training.after_commit import AfterCommit
 from portus.reach.training.companions import refuse_settings_of_pools
 from portus.reach.training.file_mirror import DirectoryMirror
-from portus.reach.training.links import replace_link
 from portus.reach.training.literal import LiteralContents
 
 _log: Final = logging.getLogger("portus")
@@ -243,35 +242,13 @@ class TrainingFiles:
     def remove(self, path: str) -> None:
         """Remove the file or the directory at ``path``, absolute, once the newest save so far, or a
         later one, is committed; at once, if none is in flight."""
-        # With a pool also when no saver is open: the version goes with its last pointer
-        # (decision 0215).
-        if self._is_open() or self._pool_at is not None:
-            self._open()[1].remove(path)
-            return
-        if self._mirror is not None:
-            self._mirror.removing(path)
-        try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                # First the files without which it is no checkpoint: a kill in the middle leaves no
-                # half of one.
-                for file in files_below(path, self._telling):
-                    os.unlink(file)
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            say_it_stays(path, error)
+        self._open()[1].remove(path)
 
     @calls.mark
     def link(self, link: str, target: str) -> None:
         """Have ``link`` refer to ``target``, both absolute, in one step, once that exists. Raises
         ``OSError`` if no link can be made at once."""
-        if self._is_open():
-            self._open()[1].link(link, target)
-        elif os.path.exists(target):
-            replace_link(link, target)
+        self._open()[1].link(link, target)
         if self._mirror is not None:
             self._mirror.note_link(link)
 
@@ -331,14 +308,12 @@ class TrainingFiles:
                         printable(path),
                     )
         finally:
-            journal, mirror, self._journal = self._journal, self._mirror, None
-            if journal is not None:
-                journal.close()
-            if mirror is not None:
-                try:
-                    mirror.close()
-                finally:
-                    self._mirror = None
+            companions, self._journal = self._companions, None
+            try:
+                for each in companions:
+                    each.close()
+            finally:
+                self._mirror = None
 
     def __del__(self) -> None:
         if getattr(self, "_saver", None) is None:  # or it was never made
@@ -351,6 +326,10 @@ class TrainingFiles:
 
     def _is_open(self) -> bool:
         return self._saver is not None and self._process == os.getpid()
+
+    @property
+    def _companions(self) -> list[Companion]:
+        return [each for each in (self._journal, self._mirror) if each is not None]
 
     def _forget_parent(self) -> None:
         """Forget, in a forked child, the savers that its parent has open."""
@@ -409,11 +388,10 @@ class _TextRequest(SaveRequest):
     gate: Callable[[], None]
 
     def make_room(self) -> bool:
-        after, mirror = self.training._after, self.training._mirror
+        after = self.training._after
         # Both, in this order: an upload may hold the space of the file that was just removed.
         has_removed = after is not None and after.make_room()
-        has_ended = mirror is not None and mirror.yield_space()
-        return has_removed or has_ended
+        return any(each.yield_space() for each in self.training._companions) or has_removed
 
     def ready(self) -> None:
         self.gate()
@@ -432,22 +410,19 @@ class _CheckpointRequest(_TextRequest):
     def note_start(self, save: Save) -> None:
         self.begun_as.append(save.token)
         self.training._begin_journal()
-        if self.training._journal is not None:
-            self.training._journal.note_start(self.path, save)
+        for each in self.training._companions:
+            each.note_start(self.path, save)
 
     def note_commit(self, save: Save) -> None:
         """Tell the mirror of a commit before anything else: later removals come later there too."""
-        if self.training._mirror is not None:
-            self.training._mirror.note_commit(self.path, save)
+        for each in self.training._companions:
+            each.note_commit(self.path, save)
 
     def over(self, save: Save) -> None:
-        training = self.training
-        if training._after is not None:
-            training._after.over(self.number, self.path, is_committed=save.error is None)
-        if training._mirror is not None:
-            training._mirror.wake()  # links have new targets now
-        if training._journal is not None:
-            training._journal.over(save)
+        if self.training._after is not None:
+            self.training._after.over(self.number, self.path, is_committed=save.error is None)
+        for each in self.training._companions:
+            each.over(save)
 
 
 def _sync_below(directory: str) -> None:
