@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -34,6 +33,10 @@ _END: Final = object()
 _OWN: Final = "_portus_plain"
 _NO_GRADIENT: Final = -1
 
+_Trained = tuple[int, dict[int, tuple[int, int]]]
+"""The models at a moment: the passes so far; and of each parameter, by its identity, how often it
+was changed, and its gradient."""
+
 
 class Training:
     """The training of one ``Accelerator``'s models: by its ``backward``, whose calls are counted,
@@ -43,9 +46,9 @@ class Training:
         self._accelerator: Final = weakref.ref(accelerator)  # a followed loader may outlive it
         self.passes = 0
         """Calls of the ``Accelerator``'s ``backward``."""
-        self._first: _TrainedModel | None = None
+        self._first: _Trained | None = None
 
-    def begin(self) -> _TrainedModel:
+    def begin(self) -> _Trained:
         """Return the models as a loop begins, for ``since``. Microseconds for each parameter."""
         now = self._now()
         if self._first is None:
@@ -56,19 +59,19 @@ class Training:
         """Count only changes from now on: models were loaded."""
         self._first = None
 
-    def since(self, then: _TrainedModel | None = None) -> bool:
+    def since(self, then: _Trained | None = None) -> bool:
         """Return whether anything was trained since ``then``; None: since the first loop began, or
         the last state was loaded."""
         now, then = self._now(), then or self._first
         if then is None:
             return False
-        known = then.parameters
-        return now.passes != then.passes or any(
+        (passes, parameters), (known_passes, known) = now, then
+        return passes != known_passes or any(
             each != known.get(number, (each[0], _NO_GRADIENT))
-            for number, each in now.parameters.items()
+            for number, each in parameters.items()
         )
 
-    def _now(self) -> _TrainedModel:
+    def _now(self) -> _Trained:
         found = {}
         models = getattr(self._accelerator(), "_models", ())
         for each in (each for model in models for each in model.parameters()):
@@ -77,16 +80,7 @@ class Training:
                 # The gradient's too: a fused AdamW leaves the parameter's version (torch 2.13).
                 gradient = _NO_GRADIENT if each.grad is None else each.grad._version
                 found[id(each)] = each._version, gradient
-        return _TrainedModel(self.passes, found)
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainedModel:
-    """The models at a moment. passes: so far. parameters: by identity, how often each was changed,
-    and its gradient."""
-
-    passes: int
-    parameters: dict[int, tuple[int, int]]
+        return self.passes, found
 
 
 class PlainLoader:

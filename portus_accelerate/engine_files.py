@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -55,14 +54,8 @@ def why_not(engine: Any, settings: Settings) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Leader:
-    """A framework's save that includes the engine's."""
-
-    base: str
-    now: bool
-    handles: list[portus.SaveHandle]
-
+_Leader = tuple[str | None, bool, list[portus.SaveHandle]]
+"""A framework's save that includes the engine's: see ``gather_engine_files``."""
 
 _leader: ContextVar[_Leader | None] = ContextVar("portus_leader", default=None)
 
@@ -73,7 +66,7 @@ def gather_engine_files(base: str, *, now: bool) -> Iterator[list[portus.SaveHan
     them; yield the handles of these saves. base: the directory above it whose hidden folder has the
     drafts. now: the saves return when they are complete."""
     handles: list[portus.SaveHandle] = []
-    token = _leader.set(_Leader(base, now, handles))
+    token = _leader.set((base, now, handles))
     try:
         yield handles
     finally:
@@ -135,12 +128,10 @@ class EngineFiles:
                 "alone; leave it out"
             )
         latest = LatestFile(os.path.join(root, LATEST), named_tag) if save_latest else None
-        base, now = None, is_of_framework
-        if leader is not None:
-            base, now = leader.base, leader.now
-        elif is_of_framework:
-            base = os.path.dirname(root)  # the root is one checkpoint
-        handles = self.files.save(
+        # For a framework the root is one checkpoint.
+        alone: _Leader = os.path.dirname(root) if is_of_framework else None, is_of_framework, []
+        base, now, gathered = leader or alone
+        handles = self.files.save_ranks(
             directory,
             collect,
             int(engine.global_steps),
@@ -148,8 +139,7 @@ class EngineFiles:
             base=base,
             now=self._settings.blocking or now,
         )
-        if leader is not None:
-            leader.handles.extend(handles)
+        gathered.extend(handles)
         return returned
 
     def load(

@@ -89,10 +89,6 @@ class CheckpointFiles:
             self.files.begin(run.name, run.links, os.path.dirname(directory))
         return run
 
-    def wait_for(self, directory: str) -> None:
-        """Block until all processes' saves to ``directory`` have ended."""
-        self.files.wait_for(directory)
-
     def wait(self) -> None:
         """Block until all saves have ended; raises as ``on_error`` says."""
         for each in self._savers():
@@ -159,11 +155,11 @@ def _others_in(directory: str) -> list[str]:
         name
         for name in os.listdir(directory)
         if not (name.startswith(head) and name.endswith(tail))
-        and not _has_shards(os.path.join(directory, name))
+        and not _is_of_shards(os.path.join(directory, name))
     ]
 
 
-def _has_shards(directory: str) -> bool:
+def _is_of_shards(directory: str) -> bool:
     """Return True for a directory of shards, also of a save that was cut off at its start."""
     from portus.dcp import has_digests
 

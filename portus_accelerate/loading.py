@@ -117,7 +117,7 @@ class StateLoader:
             return stock(directory)
         directory = os.path.abspath(directory)
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
-        self._files.wait_for(directory)
+        self._files.files.wait_for(directory)
         why = why_incomplete(directory)
         if why:
             raise portus.UsageError(why)
@@ -130,7 +130,7 @@ class StateLoader:
         """Have ``stock`` load a directory on all processes, or raise on all, also if each machine
         has a directory of its own and theirs differ."""
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
-        self._files.wait_for(directory)
+        self._files.files.wait_for(directory)
         is_there = os.path.isdir(directory)
         # Before stock loads: its collectives would wait for a process that raised here.
         self.raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")

@@ -119,18 +119,14 @@ def _save_checkpoint(stock: Callable[..., None], self: Any, model: Any, trial: A
             if name.startswith(_RANDOM):
                 trainer_data.add_to(part, self)
 
-    with saver.saving_whole(directory, add, _NONE if _pushes_all(self.args) else _STORED):
+    # Whole checkpoints are uploaded during the next steps: they have to be real files.
+    is_uploaded = self.args.push_to_hub and self.args.hub_strategy in _WHOLE
+    with saver.saving_whole(directory, add, _NONE if is_uploaded else _STORED):
         stock(self, model, trial)
-    if _is_watched(self):
+    stock_on_save = sys.modules["transformers.trainer_callback"].TrainerCallback.on_save
+    # Such a callback may look at the saved files right after the save.
+    if any(type(each).on_save is not stock_on_save for each in self.callback_handler.callbacks):
         saver.wait()
-
-
-def _is_watched(trainer: Any) -> bool:
-    """Return True if a callback may look at the saved files right after the save."""
-    base = sys.modules["transformers.trainer_callback"].TrainerCallback
-    return any(
-        type(each).on_save is not base.on_save for each in trainer.callback_handler.callbacks
-    )
 
 
 def _push(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
@@ -148,12 +144,6 @@ def _load_verified(stock: Callable[..., Any], self: Any, *given: Any, **named: A
     saver.wait()
     with capture.verifying():
         return stock(self, *given, **named)
-
-
-def _pushes_all(arguments: Any) -> bool:
-    """Return True if whole checkpoints are uploaded, during the next steps: their files have to
-    exist then, as real files."""
-    return bool(arguments.push_to_hub and arguments.hub_strategy in _WHOLE)
 
 
 def _train(

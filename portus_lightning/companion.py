@@ -163,7 +163,9 @@ class CompanionHooks:
         generators, self._generators = self._generators, None
         if generators is not None:
             with renewing_at_epoch_end(trainer.fit_loop):
-                self._put_back(trainer, generators)
+                if self._data is not None:
+                    self._data.put_back()
+                portus.restore_randomness(generators, trainer.strategy.root_device)
         if self._leaving is not None:
             self._leaving.train_starts()
 
@@ -242,11 +244,6 @@ class CompanionHooks:
     def _is_first(self, trainer: Any) -> bool:
         """Return False for a second companion: one came by the entry point, one from the user."""
         return self is next(each for each in trainer.callbacks if isinstance(each, CompanionHooks))
-
-    def _put_back(self, trainer: Any, generators: torch.Tensor) -> None:
-        if self._data is not None:
-            self._data.put_back()
-        portus.restore_randomness(generators, trainer.strategy.root_device)
 
     def _end(self, trainer: Any) -> None:
         io = self._plugin_of(trainer)

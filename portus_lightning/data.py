@@ -67,8 +67,9 @@ class TrainingData:
             before_fetch()
             fetcher = self._loop._data_fetcher
             if fetcher is not None and fetcher.length is None:  # it prefetches
-                for each in self._active_cursors():
-                    each.keep(fetcher.fetched)
+                for each in self._cursors:
+                    if each is not None and each.is_asked:
+                        each.keep(fetcher.fetched)
 
         setattr(self._loop, _HOOK, load_states)
         setattr(self._loop.epoch_loop, _BEFORE_FETCH, keep)
@@ -172,9 +173,6 @@ class TrainingData:
         found: list[Any] = self._loop._combined_loader.flattened
         return found
 
-    def _active_cursors(self) -> list[portus.DataCursor]:
-        return [each for each in self._cursors if each is not None and each.is_asked]
-
     def _gives(self, number: int) -> bool:
         """Return whether a loader with the state of an epoch's end has a batch. Ask once."""
         fetcher = self._loop._data_fetcher
@@ -204,17 +202,17 @@ class TrainingData:
             or self._loop._combined_loader._mode == "min_size"
             or None not in [_length_of(partial(len, each)) for each in loaders]
         )
+        # Lightning before 2.5.1 takes an epoch's end for a place within the epoch, and relies on a
+        # stateful loader to have nothing left.
+        knows_end = hasattr(self._loop, "restarted_mid_epoch")
         self._cursors = [
             portus.DataCursor(each, ranks=ranks, fixed=self._fixed)
-            if is_known and not portus.DataCursor.why_not(each) and self._may_follow(each)
+            if is_known
+            and not portus.DataCursor.why_not(each)
+            and (knows_end or not _is_stateful(each))
             else None
             for each in loaders
         ]
-
-    def _may_follow(self, loader: Any) -> bool:
-        """Return False for a stateful loader before Lightning 2.5.1, which takes an epoch's end for
-        a place within the epoch, and relies on such a loader to have nothing left."""
-        return not _is_stateful(loader) or hasattr(self._loop, "restarted_mid_epoch")
 
     def _go_on(self) -> bool:
         """Resume the loaders; return False if Lightning has to give loaders their states."""

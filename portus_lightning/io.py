@@ -124,7 +124,7 @@ class PortusIO(CheckpointIO):
         # Lightning before 2.6 does not have this argument.
         more = {} if weights_only is None else {"weights_only": weights_only}
         if local is not None and not os.path.isdir(local):
-            place = map_location if map_location is not None else _on_cpu
+            place = map_location if map_location is not None else "cpu"
             try:
                 return self.run.load(local, map_location=place, **more)
             except FileNotFoundError:  # with Lightning's own message
@@ -165,11 +165,6 @@ stock.adopt(PortusIO, load=False)
 
 INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once this process has made a ``PortusIO``."""
-
-
-def _on_cpu(storage: Any, location: str) -> Any:
-    """Return ``storage`` on the CPU, where Lightning loads by default."""
-    return storage
 
 
 class _Thread(threading.local):

@@ -29,7 +29,7 @@ def adopt(plugin: type, *, load: bool) -> None:
     """
     copies = [copy for copy in _COPIES if copy in sys.modules]
     if load and not copies:
-        copies = [copy for copy in _COPIES if _is_installed(copy)]
+        copies = [each for each in _COPIES if importlib.util.find_spec(each.partition(".")[0])]
     for copy in copies:
         base = importlib.import_module(f"{copy}.plugins.io.checkpoint_io").CheckpointIO
         assert isinstance(base, abc.ABCMeta)
@@ -57,7 +57,3 @@ def local_path(path: str | os.PathLike[str]) -> str | None:
     elif "://" in text or "::" in text:
         return None
     return os.path.abspath(text)
-
-
-def _is_installed(copy: str) -> bool:
-    return importlib.util.find_spec(copy.partition(".")[0]) is not None

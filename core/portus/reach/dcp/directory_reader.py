@@ -204,9 +204,6 @@ class PortusStorageReader(FileSystemReader):
             reader.storage_data = self.storage_data
             reader.read_data(plan, planner)
 
-    def _offset_of(self, item: ReadItem) -> int:
-        return int(self.storage_data[item.storage_index].offset)
-
     def _load(self, name: str, items: Sequence[ReadItem], planner: LoadPlanner) -> bool:
         """Load from the file ``name``; return False if stock torch wrote it."""
         path = os.path.join(self.directory, name)
@@ -226,7 +223,12 @@ class PortusStorageReader(FileSystemReader):
             shards = read_safetensors(read, file.size, printable(path))
             if self._save is None and shards.digests is None:
                 return False
-            self._require_same_save(shards)
+            save = shards.metadata.get(SAVE)
+            if save is None or save != self._save:
+                raise CorruptionError(
+                    f"{shards.name}: expected a file of the save {self._save}, found one of "
+                    f"{save}: it was copied from another checkpoint"
+                )
             loading = _FileLoader(self, file, planner)
             for item in items:
                 loading.load_shard(item, shards)
@@ -243,18 +245,11 @@ class PortusStorageReader(FileSystemReader):
                 "copied from another checkpoint"
             )
         loading = _FileLoader(self, file, planner)
-        for item in sorted(items, key=self._offset_of):
-            loading.load(item, found, self.storage_data[item.storage_index])
+        places = self.storage_data
+        for item in sorted(items, key=lambda each: int(places[each.storage_index].offset)):
+            loading.load(item, found, places[item.storage_index])
         loading.flush()
         return True
-
-    def _require_same_save(self, found: SafetensorsFile) -> None:
-        save = found.metadata.get(SAVE)
-        if save is None or save != self._save:
-            raise CorruptionError(
-                f"{found.name}: expected a file of the save {self._save}, found one of {save}: it "
-                "was copied from another checkpoint"
-            )
 
 
 class _FileLoader:
@@ -326,7 +321,8 @@ class _FileLoader:
         if math.prod(block.sizes) * block.dtype.itemsize != size:
             raise CorruptionError(f"{storage.name}: {size} bytes are not those of {block}")
         if _is_whole(item, target, block):
-            self._want(storage, 0, size, target.data_ptr(), partial(self._commit, item, target))
+            commit = partial(self._planner.commit_tensor, item, target)
+            self._want(storage, 0, size, target.data_ptr(), commit)
             return
         first, count = (item.storage_offsets[0], item.lengths[0]) if block.sizes else (0, 1)
         each = size // max(1, rows[0])
@@ -381,9 +377,6 @@ class _FileLoader:
         self._wanted.append(
             _UnitsToRead(source, storage.offset + begin, digests, storage.name, then)
         )
-
-    def _commit(self, item: ReadItem, target: torch.Tensor) -> None:
-        self._planner.commit_tensor(item, target)
 
 
 def _of_safetensors(directory: str) -> FileSystemReader | None:

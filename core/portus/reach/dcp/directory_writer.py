@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -266,21 +267,17 @@ class PortusStorageWriter(StorageWriter):
         """Finish the saves in flight. The writer may be used again."""
         files, self._files = self._files, None
         self._planned = None
-        try:
-            if files is not None:
-                self._close(files)
-        finally:
-            while self._claims:
-                self._claims.popitem()[1].release()
-
-    def _close(self, files: TrainingFiles) -> None:
-        try:
+        with contextlib.ExitStack() as closing:
+            for claim in self._claims.values():
+                closing.callback(claim.release)
+            self._claims.clear()
+            if files is None:
+                return
+            closing.callback(files.close)
             if self._keep is not None and self._is_coordinator:
                 files.wait()  # saves in flight count now
                 for path in self._surplus():
                     files.remove(path)
-        finally:
-            files.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments with which pickle makes this writer in another process."""
@@ -364,7 +361,9 @@ class PortusStorageWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Save the metadata, on the rank that coordinates. Return when the checkpoint is complete,
         or at once for a late save."""
-        metadata.version = getattr(metadata, "version", None) or _version()
+        metadata.version = getattr(metadata, "version", None) or getattr(
+            filesystem, "CURRENT_DCP_VERSION", "1.0.0"
+        )
         metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
         self._metadata = metadata
         contents, self._contents = self._contents, None  # it has copies of parts of storages
@@ -430,7 +429,8 @@ class PortusStorageWriter(StorageWriter):
     ) -> ShardContents | None:
         """Return this rank's contents, if the plan ``before`` still fits. Raise ``UsageError`` for
         a value that cannot be saved."""
-        is_new = self._is_coordinator and not self._has_claim()
+        has_claim = self._open_files().has_begun and self._series() in self._claims
+        is_new = self._is_coordinator and not has_claim
         if before is None or is_new or not self._options.is_late:
             return None
         if self._is_coordinator:
@@ -507,9 +507,6 @@ class PortusStorageWriter(StorageWriter):
         with PENDING.exempt():
             self._layout.clear(self._directory)
 
-    def _has_claim(self) -> bool:
-        return self._open_files().has_begun and self._series() in self._claims
-
     def _series(self) -> tuple[str, str]:
         """Return the directory of this series, and the common part of its names."""
         above = os.path.dirname(self._directory)
@@ -540,12 +537,6 @@ class PortusStorageWriter(StorageWriter):
             return []
         with PENDING.exempt():
             return complete_beside(self._directory)[max(0, self._keep - 1) :]
-
-
-def _version() -> str:
-    from torch.distributed.checkpoint import filesystem
-
-    return str(getattr(filesystem, "CURRENT_DCP_VERSION", "1.0.0"))
 
 
 @contextlib.contextmanager

@@ -52,27 +52,26 @@ class LatestFile:
     text: str
 
 
-class RankFiles:
+class RankFiles(TrainingFiles):
     """The checkpoints of a job. Make one on each rank, with the same settings. Its methods are
     called on every rank, but for ``fence``."""
 
-    def __init__(self, settings: Settings, name: str | None = None) -> None:
-        """Prepare for a job. name: of the run, in the journal; None: the name of the directory
-        above the checkpoints. Raises ``UsageError`` for settings that only pools have."""
-        self._settings: Final = settings
-        self._name: Final = name
+    def __init__(self, settings: Settings, run: str | None = None) -> None:
+        """Prepare for a job. run: its name, in the journal; None: the name of the directory above
+        the checkpoints. Raises ``UsageError`` for settings that only pools have."""
+        self._run: Final = run
         self._is_first: Final = standing()[0] == 0
         alone = replace(settings, journal=False, mirror="none")
-        self._files: Final = TrainingFiles(
+        super().__init__(
             settings if self._is_first else alone,
             of_directories=True,
             removed_elsewhere=not self._is_first,
         )
-        self._files.open()
+        self.open()
         self._has_seen = False
         self._saves: Final = RankSaves(settings)
 
-    def save(
+    def save_ranks(
         self,
         directory: str,
         collect: Callable[[], FilesOfRank],
@@ -97,7 +96,7 @@ class RankFiles:
         numbers, have_files, failed = _exchange(
             uuid.uuid4().int, _has_files(where), self._saves.take_failures()
         )
-        self._saves.hear(failed, self._files.remove, is_first=self._is_first)
+        self._saves.hear(failed, self.remove, is_first=self._is_first)
         # The first rank's, since all need the same one.
         save, is_in_place = numbers[0], any(have_files)
         found = collect()
@@ -129,7 +128,7 @@ class RankFiles:
         asked = [RankSave(save, paths, each) for each in handles]
         if latest is not None and self._is_first and not is_given_up:
             committed = partial(_require_committed, handle, latest)
-            last = self._files.save_text(latest.path, latest.text, committed)
+            last = self.save_text(latest.path, latest.text, committed)
             handles.append(last)
             asked.append(RankSave(save, (), last))
         self._saves.asked.extend(asked)
@@ -152,10 +151,17 @@ class RankFiles:
     ) -> tuple[SaveHandle | None, PortusError | None]:
         """Begin to write this rank's files. Return the handle if there are any, and the error."""
         try:
-            self._begin(directory, base)
+            if base is not None:
+                # A part of another checkpoint, whose start looks there for a killed process's
+                # files.
+                self.keep_drafts_below(base)
+            elif not self.has_begun:
+                above = os.path.dirname(directory)
+                name = self._run or os.path.basename(above) or "checkpoints"
+                self.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
             if not found.files:
                 return None, None
-            return self._files.save_directory(
+            return self.save_directory(
                 directory, found.files, step, note, gate.ready, fenced=found.fenced
             ), None
         except PortusError as error:
@@ -174,18 +180,6 @@ class RankFiles:
         found = [each for each in gather(problem) if each is not None]
         self._has_seen = not found
         return found
-
-    def fence(self) -> None:
-        """Block until no save in flight reads a tensor of this rank."""
-        self._files.fence()
-
-    def wait_for(self, directory: str) -> None:
-        """Block until all saves to ``directory`` that any process has in flight have ended."""
-        self._files.wait_for(directory)
-
-    def wait(self) -> None:
-        """Block until this rank's saves have ended. Raises errors that were not reported yet."""
-        self._files.wait()
 
     def check_loaded(
         self, directory: str, names: Collection[str], problem: PortusError | None = None
@@ -206,19 +200,6 @@ class RankFiles:
                 f"{printable(directory)}: its files are of different saves: a save was killed as "
                 "it replaced them, or they were copied together. Load another checkpoint"
             )
-
-    def close(self) -> None:
-        """Finish the saves in flight. The object may be used again."""
-        self._files.close()
-
-    def _begin(self, directory: str, base: str | None) -> None:
-        if base is not None:
-            # A part of another checkpoint, whose start looks there for a killed process's files.
-            self._files.keep_drafts_below(base)
-        elif not self._files.has_begun:
-            above = os.path.dirname(directory)
-            name = self._name or os.path.basename(above) or "checkpoints"
-            self._files.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
 
 
 @dataclass(slots=True)

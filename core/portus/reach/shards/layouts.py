@@ -61,7 +61,6 @@ class TensorShards(NamedTensors):
 
     @property
     def sizes(self) -> list[int]:
-        """Return the sizes: see ``ShardContents``."""
         size = {each.name: each.size for each in self.named}
         return [size[item.index.fqn] for item in self._items]
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -31,8 +31,7 @@ from portus.errors import PortusError
 Taken = TypeVar("Taken")
 
 
-@dataclass(frozen=True, slots=True)
-class StateOutline:
+class StateOutline(NamedTuple):
     """The outline of a state. ``signs``: for each value its path, and what its plan uses."""
 
     signs: list[tuple[Any, ...]]
@@ -135,7 +134,12 @@ def _as_planned(
             return [_live(found.values[place]) for place in planned.places]
     if not _plans_alike(planned, state, planner):
         return None
-    return [_value_of(item, planner) for item in planned.final.items]
+    return [
+        planner.lookup_object(item.index)
+        if item.type == WriteItemType.BYTE_IO
+        else planner.resolve_data(item).detach()
+        for item in planned.final.items
+    ]
 
 
 def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner) -> bool:
@@ -191,9 +195,3 @@ def _live(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _value_of(item: WriteItem, planner: DefaultSavePlanner) -> Any:
-    if item.type == WriteItemType.BYTE_IO:
-        return planner.lookup_object(item.index)
-    return planner.resolve_data(item).detach()

@@ -64,7 +64,6 @@ class RankContents:
         self.has_devices: Final = any(each.pickled.has_devices for each in tensors)
 
     def changes(self) -> Column:
-        """Return the changes: see ``FileContents``."""
         return changes_of(self.storages, self._tensors)
 
     def image(self, path: str, note: bytes = b"") -> Image:
@@ -72,16 +71,13 @@ class RankContents:
         return rank_image(self._items, self.save)
 
     def describer(self) -> Callable[[int], str]:
-        """Return the describer: see ``FileContents``."""
         return self._owner.__getitem__
 
     @property
     def sizes(self) -> list[int]:
-        """Return the bytes of each item in the file."""
         return [each.size for each in self._items]
 
     def results(self, name: str) -> list[WriteResult]:
-        """Return torch's results for the items in the file ``name``."""
         places = zip(self._planned, offsets_of(self._items), self.sizes, strict=True)
         return [
             WriteResult(planned.index, size, _StorageInfo(name, offset, size))

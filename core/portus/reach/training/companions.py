@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 
 from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
@@ -33,8 +32,8 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
             )
         )
     if settings.journal:  # last: it observes training from now on
-        at = partial(_home_in, directory, home)
-        found.insert(0, Journal(name, at))
+        # There is no place for it while there is no directory.
+        found.insert(0, Journal(name, lambda: home if os.path.isdir(directory) else None))
     return found
 
 
@@ -47,8 +46,3 @@ def refuse_settings_of_pools(settings: Settings, what: str) -> None:
         )
     if settings.durable != 1:
         raise UsageError(f"durable: {what}; only storage hosts have copies")
-
-
-def _home_in(directory: str, home: str) -> str | None:
-    """Return the directory of the journal; None while there is no place for it."""
-    return home if os.path.isdir(directory) else None

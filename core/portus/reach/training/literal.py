@@ -23,7 +23,6 @@ class LiteralContents:
         self.lengths: Final[Column] = np.zeros(0, np.int64)
 
     def changes(self) -> Column:
-        """See ``FileContents``."""
         return np.zeros(0, np.int64)
 
     def image(self, path: str, note: bytes = b"") -> Image:
@@ -31,5 +30,4 @@ class LiteralContents:
         return self._image
 
     def describer(self) -> Callable[[int], str]:
-        """See ``FileContents``."""
         return str
