@@ -154,7 +154,8 @@ class RankFiles(TrainingFiles):
             if base is not None:
                 # A part of another checkpoint, whose start looks there for a killed process's
                 # files.
-                self.keep_drafts_below(base)
+                self._forget_parent()
+                self._base = base
             elif not self.has_begun:
                 above = os.path.dirname(directory)
                 name = self._run or os.path.basename(above) or "checkpoints"

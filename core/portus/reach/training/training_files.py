@@ -132,12 +132,6 @@ class TrainingFiles:
         self._begin_journal()  # it listens to steps, so no later line may raise
         self.has_begun = True
 
-    def keep_drafts_below(self, base: str) -> None:
-        """Keep the drafts of files below the directory ``base`` in its hidden folder from now on.
-        For saves that are a part of others, for which ``begin`` is called."""
-        self._forget_parent()
-        self._base = base
-
     @calls.mark
     def open(self) -> None:
         """Track from now on which optimizer steps which tensors, so that the first save too is
@@ -341,20 +335,18 @@ class TrainingFiles:
     def _open(self) -> tuple[FileSaver, AfterCommit]:
         self._forget_parent()
         if self._saver is None or self._after is None:
-            saver = FileSaver(join(self), self._settings, destination=self._destination())
+            pool, rank = None, self._rank
+            if self._pool_at is not None:
+                pool = TrainingPool(
+                    self._pool_at,
+                    lambda: self._name if rank is None else f"{self._name}/rank-{rank}",
+                    self._settings,
+                    is_named=self._is_named,
+                    rank=rank or 0,
+                )
+            saver = FileSaver(join(self), self._settings, destination=pool)
             self._saver, self._after = saver, AfterCommit(saver, self._telling, self._mirror)
         return self._saver, self._after
-
-    def _destination(self) -> TrainingPool | None:
-        if self._pool_at is None:
-            return None
-        return TrainingPool(
-            self._pool_at,
-            lambda: self._name if self._rank is None else f"{self._name}/rank-{self._rank}",
-            self._settings,
-            is_named=self._is_named,
-            rank=self._rank or 0,
-        )
 
     def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
         address = mirror_of(self._settings)
