@@ -23,11 +23,10 @@ from functools import partial
 from typing import Any, Final
 
 import portus
-from portus.dcp import RankFiles
 from portus_accelerate import data, deepspeed, fsdp, resume
 from portus_accelerate.capture import Capture, capturing, torch_name
+from portus_accelerate.deepspeed import gather_engine_files
 from portus_accelerate.directories import RANDOM, roots, step_of, surplus, why_incomplete
-from portus_accelerate.engine_files import gather_engine_files
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
 from portus_accelerate.origin import note
@@ -247,10 +246,10 @@ class Saver:
             files.wait()
         self._files.wait()
 
-    def _engines(self) -> list[RankFiles]:
+    def _engines(self) -> list[deepspeed.EngineFiles]:
         """Return the files of DeepSpeed's engines."""
         found = [deepspeed.files_of(each) for each in self._accelerator._models]
-        return [each.files for each in found if each is not None]
+        return [each for each in found if each is not None]
 
     def take_stats(self, *, wait: bool = False) -> list[portus.SaveStats]:
         """Return the statistics of this process's saves that were committed since the last call.

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import portus
 from portus.dcp import PortusStorageWriter, load
+from portus_accelerate.deepspeed import tensors_of
 from portus_accelerate.directories import numbered_directories
-from portus_accelerate.engine_files import tensors_of
 
 _log: Final = logging.getLogger("portus_accelerate")
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from portus.engine.loading.checkpoint_file import read_note as read_note
     from portus.engine.media.calls import is_nested as is_nested
     from portus.engine.paths.checkpointer import Checkpointer as Checkpointer
-    from portus.engine.paths.face import load as load
-    from portus.engine.paths.face import save as save
+    from portus.engine.paths.process import load as load
+    from portus.engine.paths.process import save as save
     from portus.engine.pipeline.handle import SaveHandle as SaveHandle
     from portus.engine.pipeline.handle import SaveStats as SaveStats
     from portus.engine.settings.keep import Keep as Keep
@@ -84,7 +84,7 @@ _NAMES_OF: Final = {
     "portus.engine.loading.checkpoint_file": "read_note",
     "portus.engine.media.calls": "is_nested",
     "portus.engine.paths.checkpointer": "Checkpointer",
-    "portus.engine.paths.face": "load save",
+    "portus.engine.paths.process": "load save",
     "portus.engine.pipeline.handle": "SaveHandle SaveStats",
     "portus.engine.settings.keep": "Keep",
     "portus.engine.spec": "VersionInfo",

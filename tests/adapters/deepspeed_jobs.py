@@ -44,7 +44,7 @@ def warm_up() -> None:
     import deepspeed
     import torch._inductor.compile_fx  # noqa: F401
 
-    import portus_accelerate.engine_files  # noqa: F401
+    import portus_accelerate.deepspeed  # noqa: F401
 
 
 class Model(torch.nn.Module):

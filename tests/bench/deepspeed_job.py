@@ -72,7 +72,7 @@ class Training:
 
         files = files_of(self.engine)
         assert files is not None
-        files.files.wait()
+        files.wait()
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final
 
 from portus.engine.paths.checkpointer import Checkpointer
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.testing.nursery import Say
 from tests.crash.saver import Training
 

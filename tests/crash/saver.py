@@ -19,7 +19,7 @@ import torch
 
 from portus.engine.copying import native
 from portus.engine.job.settings import Settings
-from portus.engine.paths.face import load
+from portus.engine.paths.process import load
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import BusyError, UsageError
 from portus.reach.index.directory import WRITERS

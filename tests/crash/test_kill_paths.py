@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from portus.engine.paths import process
-from portus.engine.paths.face import load
+from portus.engine.paths.process import load
 from tests.crash.path_saver import WAYS
 from tests.crash.saver import Training
 from tests.same import assert_same

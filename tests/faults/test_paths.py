@@ -20,7 +20,7 @@ from portus.engine.directory.system import Linux, System
 from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
 from portus.engine.paths import process, shared_writer
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.engine.writer import staged_way
 from portus.errors import MediumError
 

@@ -19,7 +19,7 @@ import pytest
 
 import portus
 from portus.engine.paths import process
-from portus.engine.paths.face import load
+from portus.engine.paths.process import load
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.pools.checkpointer import PoolCheckpointer

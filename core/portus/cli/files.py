@@ -105,7 +105,7 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
     place = DirectoryPlace.at(path)
     paths = [path]
     if keep is not None:
-        from portus.engine.paths.step_files import StepFiles  # and torch with it
+        from portus.engine.paths.directory_steps import StepFiles  # and torch with it
 
         files = StepFiles(os.path.abspath(path))
         if not files.versions():

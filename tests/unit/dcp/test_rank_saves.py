@@ -9,7 +9,7 @@ import pytest
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
 from portus.errors import AbandonedError, MediumError, PortusError
-from portus.reach.dcp.rank_saves import RankSave, RankSaves
+from portus.reach.dcp.rank_files import RankSave, RankSaves
 
 
 def failed(error: PortusError) -> SaveHandle:

@@ -15,7 +15,7 @@ import torch
 
 import portus
 from portus.engine.paths import process
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.engine.paths.saver import FileSaver
 from portus.errors import MediumError
 

@@ -23,7 +23,7 @@ import torch
 
 from portus.engine.files.pending import PENDING
 from portus.engine.paths import process
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.engine.pipeline.audit import Auditor
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
@@ -356,7 +356,7 @@ def saving(program: str) -> subprocess.CompletedProcess[str]:
     begin = (
         "import os, signal, sys, threading, torch\n"
         "from portus.engine.paths import process\n"
-        "from portus.engine.paths.face import load, save\n"
+        "from portus.engine.paths.process import load, save\n"
         "from portus.engine.writer.image_file import ImageFile\n"
         "import time\n"
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from portus.engine.files.pending import PENDING
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError
 
@@ -130,7 +130,7 @@ def test_a_file_that_somebody_has_open_or_mapped_keeps_its_bytes() -> None:
 def test_two_programs_save_into_one_directory_and_over_one_path() -> None:
     program = (
         "import sys, torch\n"
-        "from portus.engine.paths.face import save\n"
+        "from portus.engine.paths.process import save\n"
         "who = int(sys.argv[1])\n"
         "for step in range(15):\n"
         "    state = {'w': torch.full((50_000,), float(step)), 'step': step}\n"

@@ -17,8 +17,7 @@ import torch
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
-from portus.engine.paths.face import load
-from portus.engine.paths.process import saver
+from portus.engine.paths.process import load, saver
 from portus.engine.paths.request import FileToSave, PreparedFile
 from portus.engine.paths.saver import recover
 from portus.engine.pipeline.handle import SaveHandle

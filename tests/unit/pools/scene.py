@@ -12,7 +12,7 @@ from typing import Any
 import portus
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import reads
-from portus.engine.paths.face import save
+from portus.engine.paths.process import save
 from portus.reach.files.home import open_place
 from portus.reach.index.check import check
 from portus.reach.training.safetensors import Safetensors, save_safetensors

@@ -16,7 +16,7 @@ import torch
 from portus.engine.image.integrity import is_whole
 from portus.engine.loading.checkpoint_file import has_digests, verify_file
 from portus.engine.paths import process
-from portus.engine.paths.face import load, save
+from portus.engine.paths.process import load, save
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import CorruptionError, UsageError
 from portus.reach.training.safetensors import save_safetensors

@@ -17,7 +17,7 @@ import torch
 from portus.engine.directory.folder import FOLDER
 from portus.engine.files.queue import Queue
 from portus.engine.job.settings import Settings
-from portus.engine.paths.face import load
+from portus.engine.paths.process import load
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
 from portus.errors import AbandonedError

@@ -35,8 +35,15 @@ from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import FileToSave, NewFile, OwnFormat, base_of, name_of, targets_of
+from portus.engine.paths.request import (
+    Destination,
+    FileToSave,
+    NewFile,
+    OwnFormat,
+    base_of,
+    name_of,
+    targets_of,
+)
 from portus.engine.paths.written_file import WrittenFile
 from portus.engine.pipeline import commits
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages

@@ -41,7 +41,7 @@ from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
-from portus.reach.dcp.rank_saves import RankSave, RankSaves
+from portus.reach.dcp.rank_files import RankSave, RankSaves
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
@@ -49,8 +49,7 @@ from portus.reach.shards.layouts import LAYOUTS, TORCH, ShardContents
 from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
 from portus.reach.shards.rank_contents import in_bytes, resolve_items
-from portus.reach.training.literal import LiteralContents
-from portus.reach.training.training_files import TrainingFiles
+from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

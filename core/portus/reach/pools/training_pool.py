@@ -18,8 +18,7 @@ from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
-from portus.engine.paths.destination import Destination
-from portus.engine.paths.request import NewFile
+from portus.engine.paths.request import Destination, NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.request import SaveRequest

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from portus.engine.paths.face import handle_of
-from portus.engine.paths.process import saver
+from portus.engine.paths.process import handle_of, saver
 from portus.engine.paths.request import OwnFormat
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.contents import FileContents

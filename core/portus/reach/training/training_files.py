@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
 import torch
 
 from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
+from portus.engine.image.image import Column, Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.loading.newest import note_loaded
@@ -38,7 +40,6 @@ from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit
 from portus.reach.training.companions import refuse_settings_of_pools
 from portus.reach.training.file_mirror import DirectoryMirror
-from portus.reach.training.literal import LiteralContents
 
 _log: Final = logging.getLogger("portus")
 
@@ -433,3 +434,25 @@ def _sync_below(directory: str) -> None:
                 raise MediumError(
                     error.errno, f"{printable(path)}: cannot sync: {error.strerror}"
                 ) from error
+
+
+class LiteralContents:
+    """Literal bytes as ``FileContents``."""
+
+    storages: Final[Sequence[torch.UntypedStorage]] = ()
+    owned_storages: Final[frozenset[int]] = frozenset()
+    has_devices: Final = False
+
+    def __init__(self, data: bytes) -> None:
+        self._image: Final = bytes_image(data)
+        self.lengths: Final[Column] = np.zeros(0, np.int64)
+
+    def changes(self) -> Column:
+        return np.zeros(0, np.int64)
+
+    def image(self, path: str, note: bytes = b"") -> Image:
+        """See ``FileContents``; there is no note."""
+        return self._image
+
+    def describer(self) -> Callable[[int], str]:
+        return str
