@@ -18,7 +18,7 @@ from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.process import load, saver
-from portus.engine.paths.request import FileToSave, PreparedFile
+from portus.engine.paths.request import FileToSave
 from portus.engine.paths.saver import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
@@ -40,7 +40,7 @@ pytestmark = [
 def save_all(directory: str, weights: dict[str, torch.Tensor], **files: Any) -> SaveHandle:
     """Weights as safetensors, and all else as torch files."""
     os.makedirs(directory, exist_ok=True)
-    new = [FileToSave(f"{directory}/model.safetensors", PreparedFile(NamedTensors(weights)))]
+    new = [FileToSave(f"{directory}/model.safetensors", NamedTensors(weights))]
     new += [FileToSave(f"{directory}/{name}.bin", state) for name, state in files.items()]
     return saver().save_files(new)
 

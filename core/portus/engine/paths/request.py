@@ -42,16 +42,6 @@ class OwnFormat(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedFile(OwnFormat):
-    """A file in a format of its own, whose contents are made already."""
-
-    contents: FileContents
-
-    def file_contents(self) -> FileContents:
-        return self.contents
-
-
-@dataclass(frozen=True, slots=True)
 class NewFile:
     """One file. ``said``: its path as the caller has it. ``real``: the path with links resolved;
     empty for a version in a pool that has no pointer."""

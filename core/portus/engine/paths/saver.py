@@ -462,6 +462,8 @@ class _Owner(SaveOwner):
 def _contents_of(state: object) -> FileContents:
     """Return the contents of a file for ``state``, in its format, as ``state`` is now. Raises
     ``UsageError``."""
+    if isinstance(state, FileContents):
+        return state
     return state.file_contents() if isinstance(state, OwnFormat) else pickle_state(state)
 
 

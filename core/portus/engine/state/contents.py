@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence, Set
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,32 +12,29 @@ import torch
 from portus.engine.image.image import Column, Image
 
 
-class FileContents(Protocol):
+class FileContents(abc.ABC):
     """A state at the moment of the call, in the format of a file.
 
-    ``storages``: one for each storage of the image; holding it keeps its memory.
-    ``owned_storages``: indices of those that no other code has. ``lengths``: bytes of each.
+    ``storages``: one for each storage of the image; holding it keeps its memory. ``tensors``: over
+    them. ``owned_storages``: indices of those that no other code has. ``lengths``: bytes of each.
     ``has_devices``: some are not on the CPU.
     """
 
-    @property
-    def storages(self) -> Sequence[torch.UntypedStorage]: ...
-
-    @property
-    def owned_storages(self) -> Set[int]: ...
-
-    @property
-    def lengths(self) -> Column: ...
-
-    @property
-    def has_devices(self) -> bool: ...
+    storages: Sequence[torch.UntypedStorage]
+    tensors: Sequence[torch.Tensor]
+    lengths: Column
+    has_devices: bool
+    owned_storages: Set[int] = frozenset()
 
     def changes(self) -> Column:
         """Return the number of writes that torch counted for the tensors over each storage."""
+        return changes_of(self.storages, self.tensors)
 
+    @abc.abstractmethod
     def image(self, path: str, note: bytes = b"") -> Image:
-        """Return the image of the file at ``path``, with ``note``."""
+        """Return the image of the file at ``path``, with ``note``, if the format has notes."""
 
+    @abc.abstractmethod
     def describer(self) -> Callable[[int], str]:
         """Return a function that describes the place of a storage in the state, and holds none."""
 

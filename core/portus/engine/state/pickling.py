@@ -37,7 +37,7 @@ from portus.engine.image.torch_zip import (
     archive_name,
     torch_image,
 )
-from portus.engine.state.contents import changes_of
+from portus.engine.state.contents import FileContents
 from portus.errors import UsageError
 
 Reducers = dict[type, Any]
@@ -52,23 +52,14 @@ _TORCHS_OWN: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class PickledState:
-    """Implements ``FileContents``. Storage i has the key "i" in ``pickle``. ``tensors``: pickled
-    ones."""
+class PickledState(FileContents):
+    """A state as ``torch.save`` pickles it. Storage i has the key "i" in ``pickle``."""
 
     pickle: bytes
     storages: list[torch.UntypedStorage]
     tensors: list[torch.Tensor]
     lengths: Column
     has_devices: bool
-
-    @property
-    def owned_storages(self) -> frozenset[int]:
-        """Empty: the storages are the caller's."""
-        return frozenset()
-
-    def changes(self) -> Column:
-        return changes_of(self.storages, self.tensors)
 
     def describer(self) -> Callable[[int], str]:
         return partial(_path_in, self.pickle)

@@ -37,7 +37,6 @@ from torch.futures import Future
 from portus.companions.job.exchange import ID_SIZE, Failures, RankReport, standing
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
-from portus.engine.paths.request import PreparedFile
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
@@ -45,10 +44,10 @@ from portus.reach.dcp.rank_files import RankSave, RankSaves
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
-from portus.reach.shards.layouts import LAYOUTS, TORCH, ShardContents
+from portus.reach.shards.layouts import LAYOUTS, TORCH
 from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
-from portus.reach.shards.rank_contents import in_bytes, resolve_items
+from portus.reach.shards.rank_contents import ShardContents, in_bytes, resolve_items
 from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:
@@ -386,7 +385,7 @@ class PortusStorageWriter(StorageWriter):
         """Begin to save this rank's file, on a rank that does not coordinate."""
         asked.handle = self._begin_files().save_directory(
             self._directory,
-            {os.path.basename(asked.paths[0]): PreparedFile(contents)},
+            {os.path.basename(asked.paths[0]): contents},
             self._step(),
             fenced=self._options.fenced,
         )
@@ -409,7 +408,7 @@ class PortusStorageWriter(StorageWriter):
         last = LiteralContents(metadata_file(pickle_metadata(metadata)))
         handle = self._begin_files().save_directory(
             self._directory,
-            {own: PreparedFile(contents), NAME: PreparedFile(last), **options.files},
+            {own: contents, NAME: last, **options.files},
             step,
             ready=partial(await_files, self._directory, others, start.save, self._saves.given_up),
             fenced=options.fenced,

@@ -9,17 +9,17 @@ from typing import Final
 import numpy as np
 import torch
 
-from portus.engine.image.image import Column, Image
-from portus.engine.state.contents import changes_of
+from portus.engine.image.image import Image
+from portus.engine.state.contents import FileContents
 from portus.errors import UsageError
 from portus.reach.formats.safetensors import DTYPES, METADATA, NOTE, NamedTensor, safetensors_image
 
 _CODES: Final = {getattr(torch, name, None): code for name, code in DTYPES.items()}
 
 
-class NamedTensors:
-    """``state``, a dict of tensors by name, as ``FileContents``, as ``safetensors.torch.save_file``
-    takes it. Storage i has only the bytes of tensor i: a part of a larger storage is copied.
+class NamedTensors(FileContents):
+    """``state``, a dict of tensors by name, as ``safetensors.torch.save_file`` takes it. Storage i
+    has only the bytes of tensor i: a part of a larger storage is copied.
 
     Raises ``UsageError`` for values that the package refuses: other values than tensors, tensors
     that are not dense or not contiguous, dtypes that the format does not have, and tensors that
@@ -39,13 +39,13 @@ class NamedTensors:
             key=lambda pair: pair[0].rank,
         )
         self.named: Final = [each for each, _ in pairs]
-        self.tensors: Final[list[torch.Tensor]] = [tensor for _, tensor in pairs]
+        self.tensors: list[torch.Tensor] = [tensor for _, tensor in pairs]
         self.metadata: Final = metadata
         _refuse_shared(self.named, self.tensors)
-        self.lengths: Final[Column] = np.array([each.size for each in self.named], np.int64)
-        self.has_devices: Final = any(tensor.device.type != "cpu" for tensor in self.tensors)
-        self.storages: Final[list[torch.UntypedStorage]] = []
-        self.owned_storages: Final[set[int]] = set()
+        self.lengths = np.array([each.size for each in self.named], np.int64)
+        self.has_devices = any(tensor.device.type != "cpu" for tensor in self.tensors)
+        self.storages: list[torch.UntypedStorage] = []
+        self.owned_storages: set[int] = set()
         for index, tensor in enumerate(self.tensors):
             if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
                 name = self.named[index].name
@@ -60,17 +60,12 @@ class NamedTensors:
                 whole = own.untyped_storage()
             self.storages.append(whole)
 
-    def changes(self) -> Column:
-        """See ``FileContents``."""
-        return changes_of(self.storages, self.tensors)
-
     def image(self, path: str, note: bytes = b"") -> Image:
         """See ``FileContents``. note: in UTF-8."""
         noted = {NOTE: note.decode()} if note else {}
         return safetensors_image(self.named, {**self.metadata, **noted})
 
     def describer(self) -> Callable[[int], str]:
-        """See ``FileContents``."""
         return [each.name for each in self.named].__getitem__
 
 

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from portus.engine.directory.system import medium_error
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.image.image import Image
-from portus.engine.state.contents import FileContents
 from portus.errors import UsageError, printable
 from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import SAVE, SUFFIX, safetensors_image
@@ -29,10 +28,10 @@ from portus.reach.shards.directories import (
     shard_file_name,
 )
 from portus.reach.shards.metadata_file import NAME
-from portus.reach.shards.rank_contents import RankContents
+from portus.reach.shards.rank_contents import RankContents, ShardContents
 
 
-class TensorShards(NamedTensors):
+class TensorShards(NamedTensors, ShardContents):
     """A rank's tensors as a safetensors file. Raises ``UsageError`` for what such a file cannot
     have: values that are not tensors, and two parts of one tensor."""
 
@@ -56,7 +55,6 @@ class TensorShards(NamedTensors):
         self.save = 0
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """Return the image: see ``FileContents``; there is no note."""
         return safetensors_image(self.named, {**self.metadata, SAVE: str(self.save)})
 
     @property
@@ -65,7 +63,7 @@ class TensorShards(NamedTensors):
         return [size[item.index.fqn] for item in self._items]
 
     def results(self, name: str) -> list[WriteResult]:
-        """Return the results: see ``ShardContents``. Offsets are 0: the file itself has them."""
+        """Return torch's results. Offsets are 0: the file itself has them."""
         return [
             WriteResult(item.index, size, _StorageInfo(name, 0, size))
             for item, size in zip(self._items, self.sizes, strict=True)
@@ -84,21 +82,6 @@ def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
 def _begin(item: WriteItem) -> list[int]:
     assert item.tensor_data is not None
     return list(item.tensor_data.chunk.offsets)
-
-
-class ShardContents(FileContents, Protocol):
-    """The file of one rank. ``save``: the number of the save; set it before the layout."""
-
-    save: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """Return the bytes of each item in the file."""
-        ...
-
-    def results(self, name: str) -> list[WriteResult]:
-        """Return torch's results for the items in the file ``name``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

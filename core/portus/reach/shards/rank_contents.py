@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from portus.engine.image.image import Column, Image
-from portus.engine.state.contents import changes_of
+from portus.engine.image.image import Image
+from portus.engine.state.contents import FileContents
 from portus.engine.state.pickling import PickledState, pickle_state
 from portus.errors import UsageError
 from portus.reach.shards.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
@@ -34,9 +35,24 @@ class _SavedTensor(TensorItem):
     is_copy: bool
 
 
-class RankContents:
-    """A rank's part of a state, as ``FileContents``. The items of a plan, and for each a tensor or
-    bytes; parts of larger storages are copied. ``save``: its number; set it before the layout.
+class ShardContents(FileContents):
+    """The file of one rank. ``save``: the number of the save; set it before the layout."""
+
+    save: int
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> list[int]:
+        """Return the bytes of each item in the file."""
+
+    @abc.abstractmethod
+    def results(self, name: str) -> list[WriteResult]:
+        """Return torch's results for the items in the file ``name``."""
+
+
+class RankContents(ShardContents):
+    """A rank's part of a state: the items of a plan, and for each a tensor or bytes. Parts of
+    larger storages are copied.
 
     Raises ``UsageError`` for a value that torch cannot save.
     """
@@ -46,10 +62,8 @@ class RankContents:
         self._items: Final = [_item(*each) for each in zip(items, values, strict=True)]
         self.save = 0
         tensors = [each for each in self._items if isinstance(each, _SavedTensor)]
-        self._tensors: Final = [tensor for each in tensors for tensor in each.pickled.tensors]
-        self.storages: Final[Sequence[torch.UntypedStorage]] = [
-            storage for each in tensors for storage in each.pickled.storages
-        ]
+        self.tensors = [tensor for each in tensors for tensor in each.pickled.tensors]
+        self.storages = [storage for each in tensors for storage in each.pickled.storages]
         self._owner: Final = [
             planned.index.fqn
             for planned, each in zip(items, self._items, strict=True)
@@ -57,17 +71,11 @@ class RankContents:
             for _ in each.pickled.storages
         ]
         are_copies = [each.is_copy for each in tensors for _ in each.pickled.storages]
-        self.owned_storages: Final = frozenset(np.flatnonzero(are_copies).tolist())
-        self.lengths: Final[Column] = np.array(
-            [storage.nbytes() for storage in self.storages], np.int64
-        )
-        self.has_devices: Final = any(each.pickled.has_devices for each in tensors)
-
-    def changes(self) -> Column:
-        return changes_of(self.storages, self._tensors)
+        self.owned_storages = frozenset(np.flatnonzero(are_copies).tolist())
+        self.lengths = np.array([storage.nbytes() for storage in self.storages], np.int64)
+        self.has_devices = any(each.pickled.has_devices for each in tensors)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """Return the image: see ``FileContents``; there is no note."""
         return rank_image(self._items, self.save)
 
     def describer(self) -> Callable[[int], str]:

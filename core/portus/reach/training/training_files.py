@@ -19,20 +19,21 @@ from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
-from portus.engine.image.image import Column, Image, bytes_image
+from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.loading.newest import note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
-from portus.engine.paths.request import FileToSave, PreparedFile, make_directory
+from portus.engine.paths.request import FileToSave, make_directory
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
+from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.pools.elsewhere import fill
@@ -178,7 +179,7 @@ class TrainingFiles:
         """Begin to save a text file, in UTF-8, to ``path``, absolute, after the saves so far.
         ready: as of ``save_directory``."""
         saver, _ = self._open()
-        contents = PreparedFile(LiteralContents(text.encode()))
+        contents = LiteralContents(text.encode())
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([FileToSave(path, contents)], request)
 
@@ -436,22 +437,17 @@ def _sync_below(directory: str) -> None:
                 ) from error
 
 
-class LiteralContents:
-    """Literal bytes as ``FileContents``."""
+class LiteralContents(FileContents):
+    """A file without storages: the call knows all of its bytes."""
 
-    storages: Final[Sequence[torch.UntypedStorage]] = ()
-    owned_storages: Final[frozenset[int]] = frozenset()
-    has_devices: Final = False
+    storages = tensors = ()
+    lengths = np.zeros(0, np.int64)
+    has_devices = False
 
     def __init__(self, data: bytes) -> None:
         self._image: Final = bytes_image(data)
-        self.lengths: Final[Column] = np.zeros(0, np.int64)
-
-    def changes(self) -> Column:
-        return np.zeros(0, np.int64)
 
     def image(self, path: str, note: bytes = b"") -> Image:
-        """See ``FileContents``; there is no note."""
         return self._image
 
     def describer(self) -> Callable[[int], str]:
