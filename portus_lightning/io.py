@@ -11,7 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import portus
@@ -197,7 +197,6 @@ class RunFiles:
         # Bounded: without a companion, as in Fabric, no code takes the statistics.
         self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
         self._new_files()  # refuses invalid values now
-        self._made: portus.TrainingFiles | None = None
         self._shards: PortusStorageWriter | None = None
         self.chosen: str | None = None
         """The checkpoint that Lightning chose to continue from: if it is damaged, another one of
@@ -326,8 +325,7 @@ class RunFiles:
 
     def is_there(self, path: str) -> bool:
         """Return whether a file exists, or will exist, at ``path``."""
-        made = self._made
-        return os.path.exists(path) if made is None else made.is_there(path)
+        return self.files.is_there(path)
 
     def link(self, link: str, target: str) -> None:
         """Make ``link`` refer to ``target`` as soon as that exists. Raise ``OSError`` if links
@@ -375,9 +373,9 @@ class RunFiles:
 
     def wait(self) -> None:
         """Block until all saves are committed or failed; raises as ``Checkpointer.wait`` does."""
-        for each in (self._made, self._shards):
-            if each is not None:
-                each.wait()
+        self.files.wait()
+        if self._shards is not None:
+            self._shards.wait()
 
     def end(self) -> None:
         """Finish the saves in flight. Later saves return when they are durable. Raises the errors
@@ -407,13 +405,10 @@ class RunFiles:
         """Return the pool that a user named, now or by ``$PORTUS_POOL``."""
         return portus.Place.of_pool(self._pool)
 
-    @property
+    @cached_property
     def files(self) -> portus.TrainingFiles:
-        """Return the files, made in the process that saves: a strategy may have forked it."""
-        with self._guard:
-            if self._made is None:
-                self._made = self._new_files()
-            return self._made
+        """Return the files. Made at the first use: ``$PORTUS_POOL`` may be set by then."""
+        return self._new_files()
 
     def _new_files(self) -> portus.TrainingFiles:
         return portus.TrainingFiles(
@@ -440,10 +435,10 @@ class RunFiles:
     def _close(self) -> None:
         # A stack: if one fails to close, the other is still closed.
         with self._guard, contextlib.ExitStack() as closing:
-            for each in (self._made, self._shards):
-                if each is not None:
-                    closing.callback(each.close)
-            self._made = self._shards = None
+            closing.callback(self.files.close)
+            if self._shards is not None:
+                closing.callback(self._shards.close)
+            self._shards = None
 
 
 def _step_in(checkpoint: object) -> int | None:

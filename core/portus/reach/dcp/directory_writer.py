@@ -44,10 +44,10 @@ from portus.reach.dcp.rank_files import RankSave, RankSaves
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
-from portus.reach.shards.layouts import LAYOUTS, TORCH
+from portus.reach.shards.layouts import LAYOUTS
 from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
-from portus.reach.shards.rank_contents import ShardContents, in_bytes, resolve_items
+from portus.reach.shards.rank_contents import RankContents, ShardContents, in_bytes, resolve_items
 from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class PortusStorageWriter(StorageWriter):
                 "of files, or to storage hosts"
             )
         laid = LAYOUTS.get(layout)
-        if laid is None or (hosts is not None and laid is not TORCH):
+        if laid is None or (hosts is not None and laid is not RankContents):
             expected = " or ".join(LAYOUTS) if hosts is None else "torch, for a storage host"
             raise UsageError(f"layout: expected {expected}, found {layout!r:.200}")
         if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -345,7 +345,7 @@ class PortusStorageWriter(StorageWriter):
             )
         self._start = start
         self._saves.hear(start.failed, self.remove, is_first=self._is_coordinator)
-        contents = self._layout.contents(plan.items, resolve_items(plan.items, planner))
+        contents = self._layout(plan.items, resolve_items(plan.items, planner))
         self._sizes = contents.sizes
         asked = self._ask(start, contents)
         if self._is_coordinator:
@@ -434,7 +434,7 @@ class PortusStorageWriter(StorageWriter):
         if self._is_coordinator:
             self._clear()
         items = before.planned.final.items
-        contents = self._layout.contents(items, in_bytes(items, values))
+        contents = self._layout(items, in_bytes(items, values))
         return contents if contents.sizes == before.sizes else None
 
     def _save_as_before(

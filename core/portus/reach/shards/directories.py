@@ -55,11 +55,6 @@ _FIELDS: Final = 5
 """The number of fields that torch 2.6 to 2.14 store of a tensor's properties."""
 
 
-def rank_file_name(rank: int, save: int) -> str:
-    """Return the name of the file of a rank in the directory of a save."""
-    return f"__{rank}_{save}.distcp"
-
-
 def series_of(name: str) -> str:
     """Return the common part of names that differ only in their numbers."""
     return _DIGITS.sub("#", name)
@@ -152,11 +147,6 @@ def is_shard_of_portus(directory: str, name: str) -> bool:
         return bool(_SHARD_FILE.fullmatch(name)) and has_digests_of(os.path.join(directory, name))
     except PortusError:
         return False
-
-
-def shard_file_name(rank: int, save: int) -> str:
-    """Return the name of the safetensors file of a rank, whatever the save."""
-    return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
 
 
 def stale_in(directory: str, save: int) -> set[str]:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -22,18 +21,14 @@ from portus.engine.image.image import Image
 from portus.errors import UsageError, printable
 from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import SAVE, SUFFIX, safetensors_image
-from portus.reach.shards.directories import (
-    is_shard_of_portus,
-    rank_file_name,
-    shard_file_name,
-)
+from portus.reach.shards.directories import is_shard_of_portus
 from portus.reach.shards.metadata_file import NAME
 from portus.reach.shards.rank_contents import RankContents, ShardContents
 
 
 class TensorShards(NamedTensors, ShardContents):
-    """A rank's tensors as a safetensors file. Raises ``UsageError`` for what such a file cannot
-    have: values that are not tensors, and two parts of one tensor."""
+    """A rank's tensors as a safetensors file, as ``HuggingFaceStorageWriter`` writes it. It cannot
+    have values that are not tensors, nor two parts of one tensor."""
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -53,6 +48,33 @@ class TensorShards(NamedTensors, ShardContents):
         super().__init__(tensors, _metadata(items))
         self._items: Final = items
         self.save = 0
+
+    @staticmethod
+    def file_name(rank: int, save: int) -> str:
+        return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
+
+    @staticmethod
+    def clear(directory: str) -> None:
+        """Remove the files of an incomplete save; refuse to save over a checkpoint. Readers of this
+        layout take every file with its suffix."""
+        wait_for_drafts(directory)
+        try:
+            names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
+            is_whole = os.path.exists(os.path.join(directory, NAME))
+            # Only files that Portus began: other tools may have put safetensors there.
+            left = [name for name in names if not is_whole and is_shard_of_portus(directory, name)]
+            if len(left) < len(names):
+                raise UsageError(
+                    f"{printable(directory)}: expected a directory without safetensors files, "
+                    f"found {len(names)}: a load from there takes all of them, also those of an "
+                    "older checkpoint too. Save to another directory"
+                )
+            for name in left:
+                os.unlink(os.path.join(directory, name))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise medium_error(error, directory) from error
 
     def image(self, path: str, note: bytes = b"") -> Image:
         return safetensors_image(self.named, {**self.metadata, SAVE: str(self.save)})
@@ -84,47 +106,8 @@ def _begin(item: WriteItem) -> list[int]:
     return list(item.tensor_data.chunk.offsets)
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryLayout:
-    """A layout of a directory. file_name: of a rank, by that and the number of the save. contents:
-    of a rank's file, by its items and their values; raises ``UsageError``. clear: called with the
-    directory before any rank writes, on the rank that coordinates; raises ``UsageError`` if no save
-    may go there."""
-
-    file_name: Callable[[int, int], str]
-    contents: Callable[[Sequence[WriteItem], Sequence[torch.Tensor | bytes]], ShardContents]
-    clear: Callable[[str], None]
-
-
-def _remove_cut_off(directory: str) -> None:
-    """Remove the files of an incomplete save; refuse to save over a checkpoint. Readers of this
-    layout take every file with its suffix."""
-    wait_for_drafts(directory)
-    try:
-        names = [name for name in os.listdir(directory) if name.endswith(SUFFIX)]
-        is_whole = os.path.exists(os.path.join(directory, NAME))
-        # Only files that Portus began: other tools may have put safetensors there.
-        left = [name for name in names if not is_whole and is_shard_of_portus(directory, name)]
-        if len(left) < len(names):
-            raise UsageError(
-                f"{printable(directory)}: expected a directory without safetensors files, found "
-                f"{len(names)}: a load from there takes all of them, also those of an older "
-                "checkpoint too. Save to another directory"
-            )
-        for name in left:
-            os.unlink(os.path.join(directory, name))
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise medium_error(error, directory) from error
-
-
-def _keep(directory: str) -> None:
-    """Keep older files: names have the number of the save, so they do not conflict."""
-
-
-TORCH: Final = DirectoryLayout(rank_file_name, RankContents, _keep)
-SAFETENSORS: Final = DirectoryLayout(shard_file_name, TensorShards, _remove_cut_off)
-
-LAYOUTS: Final = {"torch": TORCH, "safetensors": SAFETENSORS}
+LAYOUTS: Final[dict[str, type[ShardContents]]] = {
+    "torch": RankContents,
+    "safetensors": TensorShards,
+}
 """The layouts by their names in the public interface."""

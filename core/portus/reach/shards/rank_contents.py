@@ -36,9 +36,25 @@ class _SavedTensor(TensorItem):
 
 
 class ShardContents(FileContents):
-    """The file of one rank. ``save``: the number of the save; set it before the layout."""
+    """The file of one rank, in one layout of directories. Made of the items of a plan, and for each
+    a tensor or bytes. ``save``: the number of the save; set it before the image. Raises
+    ``UsageError`` for a value that such a file cannot have."""
 
     save: int
+
+    @abc.abstractmethod
+    def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
+        pass
+
+    @staticmethod
+    @abc.abstractmethod
+    def file_name(rank: int, save: int) -> str:
+        """Return the name of the file of a rank."""
+
+    @staticmethod
+    def clear(directory: str) -> None:
+        """Prepare a directory before any rank writes, on the rank that coordinates. Raise
+        ``UsageError`` if no save may go there."""
 
     @property
     @abc.abstractmethod
@@ -51,11 +67,8 @@ class ShardContents(FileContents):
 
 
 class RankContents(ShardContents):
-    """A rank's part of a state: the items of a plan, and for each a tensor or bytes. Parts of
-    larger storages are copied.
-
-    Raises ``UsageError`` for a value that torch cannot save.
-    """
+    """A rank's part of a state. Parts of larger storages are copied. Files of other saves stay:
+    names have the number of the save."""
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         self._planned: Final = items
@@ -74,6 +87,10 @@ class RankContents(ShardContents):
         self.owned_storages = frozenset(np.flatnonzero(are_copies).tolist())
         self.lengths = np.array([storage.nbytes() for storage in self.storages], np.int64)
         self.has_devices = any(each.pickled.has_devices for each in tensors)
+
+    @staticmethod
+    def file_name(rank: int, save: int) -> str:
+        return f"__{rank}_{save}.distcp"
 
     def image(self, path: str, note: bytes = b"") -> Image:
         return rank_image(self._items, self.save)

@@ -295,7 +295,7 @@ class TrainingFiles:
                     # after that.
                     saver.close()
                 finally:
-                    self._saver = self._after = None
+                    self._saver = self._after = self._journal_at = None
                     leave(self)
                 for path in after.leftovers():
                     _log.warning(
