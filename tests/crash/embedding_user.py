@@ -78,9 +78,9 @@ def shown(pool: PoolReader) -> State:
     if newest is None:
         return EMPTY
     marks = models.get(store.MARKS)
-    kept = [] if marks is None else marks.versions
+    kept = [] if marks is None else marks
     return (
-        digest_of(load(pool, newest.versions[-1])),
+        digest_of(load(pool, newest[-1])),
         tuple((each.info.token, digest_of(load(pool, each))) for each in kept),
     )
 

@@ -209,9 +209,9 @@ class TornSlotLeftAtOpen(PoolWriter):
         super()._recover()
         self._open = True
 
-    def _commit_again(self, *, copies: bool = True) -> None:
+    def _commit_again(self) -> None:
         if self._open:
-            super()._commit_again(copies=copies)
+            super()._commit_again()
 
 
 class OlderSlotForgottenAtOpen(TornSlotLeftAtOpen):

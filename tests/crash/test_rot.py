@@ -114,11 +114,9 @@ def _places(pool: PoolReader) -> Iterator[tuple[str, list[Extent]]]:
     yield "root slots", [Extent(offset, SLOT.size) for offset in SLOT_OFFSETS]
     catalogue = pool.catalogue()
     (model,) = catalogue.models.values()
-    records = [pool.record(entry) for entry in model.versions]
-    yield "table", [catalogue.root.table.extent]
-    yield "index", [model.pointer.extent]
-    yield "versions", [entry.pointer.extent for entry in model.versions]
-    yield "file tables", [record.contents.extent for record in records]
+    records = [pool.record(entry) for entry in model]
+    yield "catalogue", catalogue.root.catalogue.extents[:1]
+    yield "versions", [entry.pointer.extents[0] for entry in model]
     bytes_of = [
         {(int(row["offset"]), int(row["length"])) for row in record.extents} for record in records
     ]
@@ -228,15 +226,15 @@ def test_a_damaged_pool_can_be_written_and_loses_no_more(rotten: Rotten, seed: i
     assert written > WRITES * 3 // 4
 
 
-def test_rotten_contents_lose_no_version_of_a_run(rotten: Rotten) -> None:
+def test_a_rotten_record_loses_no_version_of_a_run(rotten: Rotten) -> None:
     """Neither those that are there, nor those saved later on top of it."""
-    [contents, *_] = rotten.places["file tables"]
+    [record, *_] = rotten.places["versions"]
     descriptor = os.open(rotten.path, os.O_RDWR)
     with listening() as loud:
         with PoolCheckpointer(rotten.path, keep=None) as opened:
             opened.save(STATES[4], 4).wait()
-            byte = os.pread(descriptor, 1, contents.end - 1)
-            os.pwrite(descriptor, bytes([byte[0] ^ 1]), contents.end - 1)
+            byte = os.pread(descriptor, 1, record.end - 1)
+            os.pwrite(descriptor, bytes([byte[0] ^ 1]), record.end - 1)
             opened.save(STATES[4], 5).wait()
         os.close(descriptor)
         assert whole_steps(rotten, loud) == set(STATES)
@@ -244,7 +242,7 @@ def test_rotten_contents_lose_no_version_of_a_run(rotten: Rotten) -> None:
         with PoolView(rotten.path) as view:
             said = loud.count
             assert_same(view.load(step=5), STATES[4])
-        assert loud.count == said, "a version relies on contents that were rotten before it"
+        assert loud.count == said, "a version relies on what was rotten before it"
 
 
 def halved(path: Path, other: bytes) -> None:

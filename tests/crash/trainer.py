@@ -33,10 +33,10 @@ from portus.reach.index.catalogue import read_catalogue
 from portus.reach.index.check import Severity, check
 from portus.reach.index.commit_records import Change
 from portus.reach.index.directory import create_pool, open_writer
-from portus.reach.index.file_table import FileTable, PackedFile, encode_table
+from portus.reach.index.file_table import FileTable, PackedFile
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import NOWHERE, VersionEntry, decode_copies, read
+from portus.reach.index.records import VersionEntry, read_whole
 from portus.reach.index.roots import read_roots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
@@ -155,8 +155,7 @@ def state_of(pool: PoolReader) -> State:
     """The versions of every model, each of their bytes compared with what was saved."""
     models = pool.catalogue().models
     return tuple(
-        (name, tuple(verified(pool, entry) for entry in models[name].versions))
-        for name in sorted(models)
+        (name, tuple(verified(pool, entry) for entry in models[name])) for name in sorted(models)
     )
 
 
@@ -231,14 +230,11 @@ def verify_older(pool: PoolReader) -> None:
 def verify_copies(pool: PoolReader) -> None:
     """No record is whole only thanks to its copy, nor any copy useless."""
     catalogue = pool.catalogue()
-    root = catalogue.root
-    if root.table != NOWHERE:
-        read(pool.medium, root.table, RecordKind.MODEL_TABLE)
-    for model in catalogue.models.values():
-        read(pool.medium, model.pointer, RecordKind.MODEL_INDEX)
-    if root.copies != NOWHERE:
-        for copy in decode_copies(read(pool.medium, root.copies, RecordKind.COPIES)):
-            read(pool.medium, copy.pointer, copy.kind)
+    kinds = {entry.pointer: RecordKind.VERSION for entry in catalogue.entries()}
+    kinds[catalogue.root.catalogue] = RecordKind.CATALOGUE
+    for pointer, kind in kinds.items():
+        for place in pointer.extents:
+            read_whole(pool.medium, pointer, kind, place.offset)
 
 
 def verify_rules(pool: PoolReader) -> None:
@@ -281,8 +277,8 @@ class AskedDraft(PoolDraft):
 
     change_asked: Change
 
-    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
-        self.change_asked = self.change(self.rows(), labels, None)
+    def commit(self, labels: Labels) -> PreviousVersion:
+        self.change_asked = self.change(self.rows(), labels)
         return cast(PreviousVersion, None)  # nobody looks at it before it is one
 
 
@@ -313,9 +309,8 @@ class Trainer:
                 self.create()
         self.writer = self.open_pool()
         for name, model in self.writer.catalogue().models.items():
-            record = self.writer.record(model.versions[-1])
-            known = PreviousVersion(record, encode_table(table(name, record.info.step)))
-            self.before[name] = CommittedImages(known, len(FILES), None)
+            record = self.writer.record(model[-1])
+            self.before[name] = CommittedImages(PreviousVersion(record), len(FILES), None)
         self.look()
 
     def is_there(self) -> bool:
@@ -364,7 +359,7 @@ class Trainer:
             draft = ImageDraft(asked, model, table(model, step), made)
             draft.copy(np.arange(len(LENGTHS)), state.address, Stop())
             labels = Labels(model=model, step=step, token=state.token, keep=Keep(last=keep))
-            draft.commit(labels, None)
+            draft.commit(labels)
             drafts.append(asked)
         with self.ledger.change(after):
             self.writer.commit_together([each.change_asked for each in drafts])
@@ -394,7 +389,7 @@ class Trainer:
 
     def ids(self, model: str, steps: Collection[int]) -> list[int]:
         found = self.writer.catalogue().models.get(model)
-        entries = found.versions if found else ()
+        entries = found if found else ()
         return [entry.info.id for entry in entries if entry.info.step in steps]
 
 

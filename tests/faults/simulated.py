@@ -16,7 +16,6 @@ from typing import Any
 
 import portus
 from portus.engine.pipeline.draft import Labels
-from portus.engine.pipeline.plan import Previous
 from portus.engine.pipeline.run import Save, Stage
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
@@ -148,11 +147,11 @@ def _tell_before_the_commit() -> None:
 
 
 def _put_pointers_before_the_commit() -> None:
-    def commit(self: PointerDraft, labels: Labels, before: Previous | None) -> PreviousVersion:
+    def commit(self: PointerDraft, labels: Labels) -> PreviousVersion:
         assert self._files is not None
         self._files.finish()
         self._files.publish()
-        return ImageDraft.commit(self, labels, before)
+        return ImageDraft.commit(self, labels)
 
     setattr(PointerDraft, "commit", commit)  # noqa: B010
 
@@ -160,8 +159,8 @@ def _put_pointers_before_the_commit() -> None:
 def _let_go_of_what_others_lead_to() -> None:
     committing = ImageDraft.commit
 
-    def commit(self: ImageDraft, labels: Labels, before: Previous | None) -> PreviousVersion:
-        return committing(self, replace(labels, keep=Keep(last=1)), before)
+    def commit(self: ImageDraft, labels: Labels) -> PreviousVersion:
+        return committing(self, replace(labels, keep=Keep(last=1)))
 
     setattr(ImageDraft, "commit", commit)  # noqa: B010
 

@@ -384,7 +384,7 @@ def test_digests_that_are_not_those_of_what_was_read_make_no_version(server: Ser
         draft = pool.draft(snapshot)
         draft.copy(np.arange(1), snapshot.address, Stop())
         digests = draft._stored[0][1]
-        confirm = said.Confirm(bytes(digests.nbytes), bytes(16), table([1 << 20]), b"")
+        confirm = said.Confirm(bytes(digests.nbytes), table([1 << 20]), b"")
         assert draft._link is not None
         answer = draft._link.ask(confirm)
         assert isinstance(answer, said.Refused)

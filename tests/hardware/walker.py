@@ -118,7 +118,7 @@ class Walk:
     def _confirming(self) -> None:
         starts = range(0, SIZE, UNIT)
         digests = b"".join(digest(self.array[start : start + UNIT].tobytes()) for start in starts)
-        self.link.send(said.Confirm(digests, bytes(16), table([SIZE]), b""))
+        self.link.send(said.Confirm(digests, table([SIZE]), b""))
 
     def _committed(self) -> None:
         answer = self.hear(said.Committed)

@@ -97,7 +97,7 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
     writer = home.open()
     try:
         found = writer.catalogue().models.get(mirror.model)
-        infos = [entry.info for entry in found.versions] if found else []
+        infos = [entry.info for entry in found] if found else []
         own = [info for info in infos if state.version(info.token) is None]
         if own:
             raise UsageError(

@@ -112,7 +112,7 @@ def _show(path: str, seen: _Seen, output: Output) -> None:
 
 
 def _some(path: str, medium: Medium, whole: list[RecoverableVersion]) -> list[RecoverableVersion]:
-    versions = choose(medium, whole)
+    versions = choose(whole)
     if not versions:
         raise CorruptionError(f"{path}: no version is whole; there is nothing to make a pool of")
     return versions

@@ -53,7 +53,7 @@ class ModelWithLog(Generic[Pool]):
     def newest(self) -> VersionEntry | None:
         """The version with the newest commit, and its log; None in a new pool."""
         model = self.pool.catalogue().models.get(self.model)
-        return None if model is None else model.versions[-1]
+        return None if model is None else model[-1]
 
     def seal(self) -> None:
         """Append an entry that shows that the last one was not torn: from now on damage to that is
@@ -83,7 +83,7 @@ class ModelWithLog(Generic[Pool]):
     def _superseded_versions(self) -> list[int]:
         """Return the ids of the versions that the next one replaces: more after a rescue."""
         model = self.pool.catalogue().models.get(self.model)
-        return [] if model is None else [entry.info.id for entry in model.versions]
+        return [] if model is None else [entry.info.id for entry in model]
 
     def _log_length(self, size: int) -> int:
         """Return the size of the log of storages of ``size`` bytes together."""
@@ -105,7 +105,7 @@ class ModelWithLog(Generic[Pool]):
             record = self.pool.record(entry)
             if record.log is None:
                 raise self._other_data([self.model])
-            contents = self.pool.contents(record)
+            contents = record.contents
             self._begin(record, contents)
             last: Entry | None = None
             for last in entries(self.pool.medium, record):
@@ -140,7 +140,6 @@ def version_of(
     log: VersionLog | None,
     *,
     token: bytes | None = None,
-    has_bunches: bool = False,
 ) -> NewVersion:
     """Return a version of storages of ``lengths``, each in one group, to be committed."""
     storages, extents, units = rows_of(groups, lengths)
@@ -153,5 +152,4 @@ def version_of(
         extents=extents,
         units=units,
         log=log,
-        has_bunches=has_bunches,
     )

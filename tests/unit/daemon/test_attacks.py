@@ -136,7 +136,7 @@ def confirms(link: Link) -> None:
     for count in (20_000, 60_000, 400_000):
         contents = b'{"$files":[' + b",".join([b'{"a":1}'] * count) + b"]}"
         link.ask(said.Begin(model, 1, os.urandom(16), b""))
-        link.ask(said.Confirm(b"", bytes(16), contents, b""))
+        link.ask(said.Confirm(b"", contents, b""))
 
 
 def announces(link: Link) -> None:

@@ -339,7 +339,8 @@ def test_what_the_floors_below_log_is_an_event_too(tmp_path: Path) -> None:
     with contextlib.closing(open_reader(str(path))) as pool:
         [entry] = pool.catalogue().entries()
     data = bytearray(path.read_bytes())
-    data[entry.pointer.extent.offset] ^= 1
+    for place in entry.pointer.extents:
+        data[place.offset] ^= 1
     path.write_bytes(data)
     with Host(path) as host:
         host.stop()

@@ -42,7 +42,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
                 link.ask(said.Offer(alone))
                 link.send_payload(said.DATA, memoryview(data), None)
                 assert isinstance(link.hear(), said.Hashed)
-                confirm = said.Confirm(digest(data), bytes(16), table([SIZE]), newest)
+                confirm = said.Confirm(digest(data), table([SIZE]), newest)
                 assert isinstance(link.ask(confirm), said.Committed)
     finally:
         pool.close()

@@ -37,7 +37,6 @@ from portus.reach.index.check import check
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import decode_version
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, Transport, parse
@@ -124,7 +123,7 @@ def pulled(link: Link) -> None:
 
 
 def confirm(link: Link, digests: bytes | None = None) -> said.Committed:
-    message = said.Confirm(digests or units(), bytes(16), CONTENTS, b"")
+    message = said.Confirm(digests or units(), CONTENTS, b"")
     answer = asked(link, message, said.Committed)
     assert isinstance(answer, said.Committed)
     return answer
@@ -248,7 +247,7 @@ def test_a_storage_that_has_a_place_already_is_refused(server: Server) -> None:
 
 
 def test_a_confirmation_of_what_was_not_pulled_is_refused(server: Server) -> None:
-    message = (said.Confirm(units(), bytes(16), CONTENTS, b""), said.Committed)
+    message = (said.Confirm(units(), CONTENTS, b""), said.Committed)
     refused(server, UsageError, "3 storages were neither", BEGIN, message)
 
 
@@ -282,11 +281,10 @@ def test_contents_of_other_storages_are_not_committed_and_the_pool_stays_whole(
         monkeypatch.setattr("portus.reach.daemon.requests.saves.VALUES_MAX", 20)
     with client(server) as link:
         confirmed(link)
-        for before in (bytes(16), TOKEN):
-            asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Done)
-            asked(link, said.Share(TOKEN, ALL), said.Shared)
-            with pytest.raises(UsageError, match=match):
-                asked(link, said.Confirm(units(), before, contents, b""), said.Committed)
+        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Done)
+        asked(link, said.Share(TOKEN, ALL), said.Shared)
+        with pytest.raises(UsageError, match=match):
+            asked(link, said.Confirm(units(), contents, b""), said.Committed)
     assert versions(server) == 1
     assert check(server.house.pools.of("default").writer) == []
 
@@ -324,37 +322,20 @@ def test_what_contents_take_while_they_are_looked_at_is_known_before(contents: b
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_contents_are_shared_with_the_version_before_if_they_are_equal(
-    server: Server, name: str
-) -> None:
-    with client(server) as link:
-        first = decode_version(memoryview(confirmed(link).record))
-        asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Done)
-        asked(link, said.Share(TOKEN, ALL), said.Shared)
-        confirm = said.Confirm(units(), TOKEN, table([100_000, 0, 5000], name), b"")
-        answer = asked(link, confirm, said.Committed)
-    assert isinstance(answer, said.Committed)
-    second = decode_version(memoryview(answer.record))
-    assert (second.contents == first.contents) == (name == "a")
-    assert check(server.house.pools.of("default").writer) == []
-
-
 def test_a_save_does_without_a_version_before_whose_record_is_damaged(server: Server) -> None:
     with client(server) as link:
-        first = decode_version(memoryview(confirmed(link).record))
+        confirmed(link)
         writer = server.house.pools.of("default").writer
         entry = writer.catalogue().of_token(TOKEN)
         assert entry is not None
-        writer.medium.store(entry.pointer.offset + 100, b"\xff" * 8)
+        for place in entry.pointer.extents:
+            writer.medium.store(place.offset + 100, b"\xff" * 8)
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Done)
         assert asked(link, said.Share(TOKEN, ALL), said.Shared) == said.Shared(False)
         asked(link, said.Offer(ALL), said.Pull)
         link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
         assert isinstance(link.hear(), said.Hashed)
-        answer = asked(link, said.Confirm(units(), TOKEN, CONTENTS, b""), said.Committed)
-    assert isinstance(answer, said.Committed)
-    assert decode_version(memoryview(answer.record)).contents != first.contents
+        asked(link, said.Confirm(units(), CONTENTS, b""), said.Committed)
     assert versions(server) == 2
 
 
@@ -561,7 +542,7 @@ def test_each_save_is_pulled_from_where_its_begin_said(
                 assert isinstance(answer, said.Hashed)
                 assert answer.digests == units([memory[each].tobytes() for each in indices])
             confirmed = units([each.tobytes() for each in memory])
-            asked(link, said.Confirm(confirmed, bytes(16), CONTENTS, b""), said.Committed)
+            asked(link, said.Confirm(confirmed, CONTENTS, b""), said.Committed)
         asked(link, said.Begin("m", 3, b"v" * 16, LENGTHS), said.Done)
         asked(link, said.Offer(ALL), said.Pull)  # it said nowhere
     assert lane.pulled == [[12, 0], [10], [22, 0], [20]]
@@ -707,7 +688,7 @@ def test_metrics_and_a_keep_that_are_none_are_refused(
 ) -> None:
     with client(server) as link:
         pulled(link)
-        right = said.Confirm(units(), bytes(16), CONTENTS, b"")
+        right = said.Confirm(units(), CONTENTS, b"")
         confirm = msgspec.structs.replace(right, **{field: wrong})
         with pytest.raises((UsageError, TransportError), match=field):
             asked(link, confirm, said.Committed)
@@ -1037,7 +1018,7 @@ def test_what_takes_more_than_a_connection_may_have_is_refused_and_it_goes_on(
         asked(link, said.Share(TOKEN, ALL), said.Shared)
         contents = b'{"$files":[' + b",".join([b"{}"] * 2000) + b"]}"
         with pytest.raises(UsageError, match="--memory"):
-            asked(link, said.Confirm(units(), bytes(16), contents, b""), said.Committed)
+            asked(link, said.Confirm(units(), contents, b""), said.Committed)
         assert server.house.pools.of("default").saves == 0
         asked(link, said.Begin("m", 2, b"u" * 16, LENGTHS), said.Done)
 
@@ -1163,7 +1144,7 @@ def in_a_commit(server: Server) -> Iterator[None]:
     with client(server) as link:
         pulled(link)
         with writer._committing:
-            link.send(said.Confirm(units(), bytes(16), CONTENTS, b""))
+            link.send(said.Confirm(units(), CONTENTS, b""))
             settled(server, lambda: writer._line.waiting == 1)
             yield
 

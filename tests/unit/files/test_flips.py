@@ -21,7 +21,7 @@ from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.files.host import HostPool
 from portus.reach.index.check import check
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import Pointer, VersionEntry, VersionRecord
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.transport.stream import Link
 from portus.reach.versions.pool_draft import PoolDraft
@@ -166,7 +166,7 @@ def kept(writer: PoolWriter) -> dict[bytes, tuple[str, int, bool, bytes]]:
     found = {}
     for entry in writer.catalogue().entries():
         record, info = writer.record(entry), entry.info
-        found[info.token] = info.model, info.step, info.inexact, writer.contents(record)
+        found[info.token] = info.model, info.step, info.inexact, record.contents
         assert record.units.tobytes() == conversation.DIGESTS
     return found
 
@@ -234,10 +234,8 @@ def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
     """Bytes that change in the memory of the host, behind all digests of frames."""
     commit = PoolDraft.commit_rows
 
-    def changed(
-        draft: PoolDraft, rows: Any, labels: Labels, known: Pointer | None
-    ) -> VersionRecord:
-        return commit(draft, rows, wrong(labels), known)
+    def changed(draft: PoolDraft, rows: Any, labels: Labels) -> VersionRecord:
+        return commit(draft, rows, wrong(labels))
 
     state = {"lr": 0.125, "w": torch.ones(30)}
     with (

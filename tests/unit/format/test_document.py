@@ -68,7 +68,7 @@ def test_the_document_holds_the_numbers() -> None:
     assert f"is {UNIT >> 20} MiB of a storage" in TEXT
     assert f"Containers nest to a depth of {items.DEPTH_MAX}" in TEXT
     assert layout.VERSION_ID_MAX == 1 << 61
-    assert f"| a model's name | {layout.NAME_SIZE_MAX} bytes" in TEXT
+    assert f"| a model's name | {layout.NAME_SIZE_MAX} characters" in TEXT
     assert layout.RECORD_SIZE_MAX == 64 << 30
     assert (PIN_BASE, WRITER_BYTE) == (1 << 62, (1 << 62) - 1)
 

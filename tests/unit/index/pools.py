@@ -17,9 +17,7 @@ from portus.reach.format.layout import (
     DATA_START,
     EXTENT,
     HEADER,
-    INDEX_ENTRY,
     STORAGE,
-    TABLE_ENTRY,
     UNIT_DIGEST,
     RecordKind,
 )
@@ -30,9 +28,6 @@ from portus.reach.index.records import (
     Pointer,
     VersionEntry,
     VersionRecord,
-    decode_index,
-    decode_table,
-    decode_version,
     frame,
     point,
     read,
@@ -82,7 +77,7 @@ class Pool:
         return save(self.writer, model, step, storages, share=share, retire=retire)
 
     def entry(self, model: str, place: int = -1) -> VersionEntry:
-        return self.writer.catalogue().models[model].versions[place]
+        return self.writer.catalogue().models[model][place]
 
 
 def save(
@@ -121,7 +116,7 @@ def save(
         model=model,
         step=step,
         token=os.urandom(16),
-        contents=_contents(storages) if share is None else share.contents,
+        contents=_contents(storages),
         storages=rows,
         extents=np.array([(each.offset, each.length) for each in extents], EXTENT.dtype),
         units=np.frombuffer(b"".join(units), UNIT_DIGEST.dtype),
@@ -151,7 +146,10 @@ def _contents(storages: Sequence[bytes]) -> bytes:
     )
 
 
-Edit = Callable[[bytearray], None]
+Edit = Callable[[list[Any]], None]
+"""Changes a payload: its rows, as a list."""
+
+HeaderEdit = Callable[[bytearray], None]
 
 
 class Forger:
@@ -165,68 +163,55 @@ class Forger:
         self.uuid = read_superblock(medium).uuid
         self.root = read_roots(medium, self.uuid)[0]
 
-    def forge(self, kind: RecordKind, edit: Edit, *, header: bool = False, model: int = 0) -> None:
-        """``edit`` the payload (or the header) of the record of that ``kind``: of the model at that
-        place in the table, of its newest version."""
-        self._kind, self._edit, self._header = kind, edit, header
-        table = bytearray(read(self.medium, self.root.table, RecordKind.MODEL_TABLE))
-        if kind is not RecordKind.MODEL_TABLE:
-            _, pointer = decode_table(memoryview(table))[model]
-            place = 8 + model * TABLE_ENTRY.size
-            table[place : place + 32] = self._pack(self._index(pointer))
-        self.root_to(self._placed(RecordKind.MODEL_TABLE, self.root.table, table))
+    def forge(
+        self,
+        kind: RecordKind,
+        edit: Edit | None = None,
+        *,
+        raw: HeaderEdit | None = None,
+        header: bool = False,
+    ) -> None:
+        """``edit`` the newest version of the first model, or the catalogue, as a list; or the bytes
+        of the payload (or the record with its header) of that ``kind``, with ``raw``."""
+        self._kind, self._edit, self._raw, self._header = kind, edit, raw, header
+        pointer = self.root.catalogue
+        payload = read(self.medium, pointer, RecordKind.CATALOGUE)
+        if kind is not RecordKind.CATALOGUE:
+            entries = msgspec.msgpack.decode(payload)
+            own = [each for each in entries if each[0][0] == entries[0][0][0]][-1]
+            own[1] = self._version(Pointer(*own[1]))
+            payload = memoryview(msgspec.msgpack.encode(entries))
+        self.root_to(self._placed(RecordKind.CATALOGUE, pointer, bytearray(payload)))
 
-    def placed_copies(self, edit: Edit) -> Pointer:
-        """The list of copies, edited, as a record of its own."""
-        self._kind, self._edit, self._header = RecordKind.COPIES, edit, False
-        payload = bytearray(read(self.medium, self.root.copies, RecordKind.COPIES))
-        return self._placed(RecordKind.COPIES, self.root.copies, payload)
-
-    def root_to(self, table: Pointer, **changes: Any) -> None:
-        """Both slots to ``table``, in a pool that is as long as it is now."""
-        root = replace(self.root, table=table, size=self.medium.size, **changes)
+    def root_to(self, catalogue: Pointer, **changes: Any) -> None:
+        """Both slots to ``catalogue``, in a pool that is as long as it is now."""
+        root = replace(self.root, catalogue=catalogue, size=self.medium.size, **changes)
         self.store(root, replace(root, sequence=root.sequence + 1))
 
     def store(self, *roots: Root) -> None:
         for root in roots:
             store_root(self.medium, self.uuid, root)
 
-    def _index(self, pointer: Pointer) -> Pointer:
-        index = bytearray(read(self.medium, pointer, RecordKind.MODEL_INDEX))
-        if self._kind is not RecordKind.MODEL_INDEX:
-            entry = decode_index(memoryview(index))[-1]
-            index[-32:] = self._pack(self._version(entry.pointer))
-            assert INDEX_ENTRY.fields[-1].name == "digest"
-        return self._placed(RecordKind.MODEL_INDEX, pointer, index)
-
     def _version(self, pointer: Pointer) -> Pointer:
-        version = bytearray(read(self.medium, pointer, RecordKind.VERSION))
-        if self._kind is RecordKind.CONTENTS:
-            below = decode_version(memoryview(version)).contents
-            payload = bytearray(read(self.medium, below, self._kind))
-            version[56:88] = self._pack(self._placed(self._kind, below, payload))
-        return self._placed(RecordKind.VERSION, pointer, version)
+        payload = read(self.medium, pointer, RecordKind.VERSION)
+        return self._placed(RecordKind.VERSION, pointer, bytearray(payload))
 
     def _placed(self, kind: RecordKind, old: Pointer, payload: bytearray) -> Pointer:
         """The record on a page of its own behind the pool."""
         raw = bytearray(HEADER.size)
         self.medium.load(old.offset, memoryview(raw))
         commit = int.from_bytes(raw[24:32], "little")
-        if self._kind is kind and not self._header:
-            self._edit(payload)
+        if self._kind is kind and self._edit is not None:
+            rows = msgspec.msgpack.decode(payload)
+            self._edit(rows)
+            payload = bytearray(msgspec.msgpack.encode(rows))
+        if self._kind is kind and self._raw is not None and not self._header:
+            self._raw(payload)
         record = bytearray(frame(kind, commit, self.uuid, bytes(payload)))
-        if self._kind is kind and self._header:
-            self._edit(record)
+        if self._kind is kind and self._raw is not None and self._header:
+            self._raw(record)
             record[48:64] = digest(bytes(record[:48] + record[64:]))
         offset = self.medium.size
         self.medium.grow(offset + -(-len(record) // PAGE) * PAGE)
         self.medium.store(offset, bytes(record))
-        return point(offset, bytes(record))
-
-    @staticmethod
-    def _pack(pointer: Pointer) -> bytes:
-        return (
-            pointer.offset.to_bytes(8, "little")
-            + pointer.length.to_bytes(8, "little")
-            + pointer.digest
-        )
+        return point([offset], bytes(record))

@@ -1,4 +1,4 @@
-"""Records that several versions depend on are kept twice, and looked at before they are used."""
+"""Every record is kept twice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import cast
 import pytest
 
 from portus.engine.media.base import Medium
-from portus.engine.spec import PAGE
+from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError
-from portus.reach.format.layout import COPIES, SUPERBLOCK_OFFSETS, RecordKind
+from portus.reach.format.layout import SUPERBLOCK_OFFSETS, RecordKind
 from portus.reach.index.catalogue import newest_catalogue
 from portus.reach.index.check import check
-from portus.reach.index.pool import REFRESH_COMMITS
-from portus.reach.index.records import NOWHERE, Pointer, read_whole
-from portus.reach.index.roots import read_roots, store_root, whole_superblock
+from portus.reach.index.records import Pointer, read_whole
+from portus.reach.index.roots import store_root, whole_superblock
 from tests.unit.index.pools import Pool, close_all
 
 
@@ -27,37 +26,24 @@ def _closed() -> Iterator[None]:
 
 
 class Copied(Pool):
-    """Two models, the second of which stays as it is; three versions with the same contents."""
+    """Two models, the second of which stays as it is; three versions of the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.save("b", 0, [b"idle"])
-        self.newest = self.save("a", 1, [b"one"])
-        for step in (2, 3):
+        for step in (1, 2, 3):
             self.again(step)
 
     def again(self, step: int) -> None:
-        """A save as ``PoolDraft`` makes it: contents are those before, if they are sound."""
-        before = self.newest
-        sound = self.writer.is_sound(before.contents, RecordKind.CONTENTS)
-        self.newest = self.save("a", step, [b"one"], share=before if sound else None)
+        self.save("a", step, [b"one"])
 
     def copied(self) -> dict[str, Pointer]:
         """What is kept twice."""
-        catalogue = self.writer.catalogue()
-        return {
-            "table": catalogue.root.table,
-            "idle index": catalogue.models["b"].pointer,
-            "index": catalogue.models["a"].pointer,
-            "contents": self.newest.contents,
-        }
+        root = self.writer.catalogue().root
+        return {"catalogue": root.catalogue, "version": self.entry("a").pointer}
 
-    def places(self, pointer: Pointer) -> list[Pointer]:
-        copies = self.writer.catalogue().copies_of(pointer)
-        return [pointer, *(copy.pointer for copy in copies)]
-
-    def flip(self, place: Pointer) -> None:
-        self.change(place.offset + place.length - 1)
+    def flip(self, place: Extent) -> None:
+        self.change(place.end - 1)
 
     def change(self, offset: int) -> None:
         byte = bytearray(1)
@@ -69,33 +55,28 @@ class Copied(Pool):
         found = []
         reader = self.open_reader()
         for entry in reader.catalogue().entries():
-            reader.contents(reader.record(entry))
+            reader.record(entry)
             found.append((entry.info.model, entry.info.step))
         return sorted(found)
 
     def is_twice(self, pointer: Pointer, kind: RecordKind) -> bool:
         """True if two places or more hold the record, on pages of their own."""
         whole = set()
-        for place in self.places(pointer):
+        for place in pointer.extents:
             try:
-                read_whole(self.medium, place, kind)
+                read_whole(self.medium, pointer, kind, place.offset)
             except CorruptionError:
                 continue
             whole.add(place.offset // PAGE)
         return len(whole) >= 2
 
 
-KINDS = {
-    "table": RecordKind.MODEL_TABLE,
-    "idle index": RecordKind.MODEL_INDEX,
-    "index": RecordKind.MODEL_INDEX,
-    "contents": RecordKind.CONTENTS,
-}
+KINDS = {"catalogue": RecordKind.CATALOGUE, "version": RecordKind.VERSION}
 
 ALL = [("a", 1), ("a", 2), ("a", 3), ("b", 0)]
 
 
-def test_all_that_several_versions_depend_on_is_kept_twice() -> None:
+def test_all_records_are_kept_twice() -> None:
     pool = Copied()
     assert [
         what for what, each in pool.copied().items() if not pool.is_twice(each, KINDS[what])
@@ -112,7 +93,7 @@ def test_a_rotten_record_costs_nothing_and_is_said(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = Copied()
-    pool.flip(pool.copied()[what])
+    pool.flip(pool.copied()[what].extents[0])
     with caplog.at_level(logging.ERROR, "portus"):
         assert pool.loads() == ALL
     assert "read from its copy at byte" in caplog.text
@@ -139,9 +120,8 @@ class Slow:
         return getattr(self._medium, name)
 
 
-@pytest.mark.parametrize("until", range(2, 5))
 def test_what_is_stored_over_while_it_is_read_is_not_called_damaged(
-    until: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = Copied()
     pool.writer.max_bytes = pool.medium.size
@@ -151,91 +131,60 @@ def test_what_is_stored_over_while_it_is_read_is_not_called_damaged(
     def commit_again_and_again() -> None:
         for _ in range(30):
             steps.append(steps[-1] + 1)
-            (first, *_) = pool.writer.catalogue().models["a"].versions
-            pool.newest = pool.save("a", steps[-1], [bytes([steps[-1]])], retire=[first.info.id])
+            (first, *_) = pool.writer.catalogue().models["a"]
+            pool.save("a", steps[-1], [bytes([steps[-1]])], retire=[first.info.id])
 
-    medium = cast(Medium, Slow(pool.medium, until, commit_again_and_again))
+    medium = cast(Medium, Slow(pool.medium, 2, commit_again_and_again))
     with caplog.at_level(logging.WARNING, "portus"):
         found = newest_catalogue(medium, pool.writer.superblock.uuid)
-    assert len(steps) > 1, "it was read with fewer loads"
-    assert found.models["a"].versions[-1].info.step in steps
+    assert len(steps) > 1, "it was read with one load"
+    assert found.models["a"][-1].info.step in steps
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("what", KINDS)
 @pytest.mark.parametrize("reopen", [False, True])
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_is_rotten_is_not_relied_on_by_the_next_commit(
-    what: str, reopen: bool, place: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_rotten_catalogue_is_written_again_by_the_next_commit(reopen: bool, place: int) -> None:
     pool = Copied()
-    pool.flip(pool.places(pool.copied()[what])[place])
+    pool.flip(pool.copied()["catalogue"].extents[place])
     if reopen:
         pool.reopen()
+    for step in (4, 5):
+        pool.again(step)
+    assert pool.loads() == [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("a", 5), ("b", 0)]
+    assert check_of(pool) == []
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_version_with_one_rotten_record_outlives_all_commits(place: int) -> None:
+    pool = Copied()
+    pool.flip(pool.copied()["version"].extents[place])
+    pool.reopen()
     for step in (4, 5, 6):
         pool.again(step)
-    assert pool.loads() == [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("a", 5), ("a", 6), ("b", 0)]
-    for each, pointer in pool.copied().items():
-        assert pool.is_twice(pointer, KINDS[each]), each
-    records = [pool.writer.record(entry) for entry in pool.writer.catalogue().models["a"].versions]
-    assert all(pool.is_twice(record.contents, RecordKind.CONTENTS) for record in records)
-
-
-def test_a_rotten_list_of_copies_costs_the_copies_until_the_next_commit() -> None:
-    pool = Copied()
-    pool.flip(pool.writer.catalogue().root.copies)
-    assert pool.loads() == ALL
-    assert [each for each in check_of(pool) if each.startswith("F6: copies record")]
-    pool.reopen()
-    assert pool.writer.catalogue().copies == ()
-    pool.again(4)
-    for each, pointer in pool.copied().items():
-        assert pool.is_twice(pointer, KINDS[each]), each
-    pool.again(5)  # in the place of the other root
-    assert check_of(pool) == []
-
-
-def test_what_an_older_portus_left_without_copies_has_them_after_the_next_commit() -> None:
-    pool = Copied()
-    for root in read_roots(pool.medium, pool.writer.superblock.uuid):
-        plain = type(root)(root.sequence, root.next_version, root.size, root.table)
-        store_root(pool.medium, pool.writer.superblock.uuid, plain)
-    pool.reopen()
-    assert pool.writer.catalogue().root.copies == NOWHERE
-    pool.again(4)
-    for each, pointer in pool.copied().items():
-        assert pool.is_twice(pointer, KINDS[each]), each
-    assert check_of(pool) == []
-
-
-def test_what_is_shared_is_written_afresh_after_many_commits() -> None:
-    pool = Copied()
-    before = pool.copied()
-    for step in range(REFRESH_COMMITS):
-        pool.again(step)
-        pool.writer.retire([pool.newest.info.id - 1])
-    after = pool.copied()
-    assert [what for what in before if before[what].offset == after[what].offset] == []
-    assert check_of(pool) == []
+    assert ("a", 3) in pool.loads()
+    [finding] = check_of(pool)
+    assert finding.startswith("F6: record of version 4")
 
 
 def test_without_room_a_commit_goes_on_with_one_of_each(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = Pool()
-    first = pool.save("a", 1, [bytes(9 * PAGE)])
+    pool.save("a", 1, [bytes(9 * PAGE)])
     full = pool.medium.size - pool.writer.free_bytes()
     pool.writer.max_bytes = pool.medium.size
     held = pool.writer.reserve(pool.writer.free_bytes() - 2 * PAGE)
     with caplog.at_level(logging.WARNING, "portus"):
-        pool.save("a", 2, [b"small"], share=None)
+        pool.save("a", 2, [b"small"])
     assert "no space for copies of records" in caplog.text
     assert full < pool.medium.size
+    alone = (pool.entry("a").pointer, pool.writer.catalogue().root.catalogue)
+    assert [each.copy for each in alone] == [0, 0]
     pool.writer.release(held)
     pool.save("a", 3, [b"small"])
-    found = [pool.writer.record(entry).contents for entry in pool.writer.catalogue().entries()]
-    assert first.contents in found
-    assert all(pool.writer.catalogue().copies_of(each) for each in found)
+    assert pool.entry("a").pointer.copy
+    assert pool.writer.catalogue().root.catalogue.copy
     assert check_of(pool) == []
 
 
@@ -254,8 +203,6 @@ def test_a_rotten_superblock_is_restored_from_its_copy(
     assert f"superblock at byte {offset} is damaged" in caplog.text
     blocks = [whole_superblock(pool.medium, each) for each in SUPERBLOCK_OFFSETS]
     assert blocks == [pool.writer.superblock] * 2
-    assert blocks[0] is not None
-    assert blocks[0].compat & COPIES
     pool.again(5)
     assert check_of(pool) == []
 
@@ -264,7 +211,7 @@ def test_a_commit_notices_what_others_did_to_the_pool() -> None:
     pool = Copied()
     uuid = pool.writer.superblock.uuid
     root = pool.writer.catalogue().root
-    other = type(root)(root.sequence + 1, root.next_version, root.size, root.table, root.copies)
+    other = type(root)(root.sequence + 1, root.next_version, root.size, root.catalogue)
     store_root(pool.medium, uuid, other)
     with pytest.raises(CorruptionError, match="of another writer"):
         pool.again(4)

@@ -120,7 +120,7 @@ def test_versions_of_one_model_are_committed_one_after_another(pool: PoolWriter)
     before = medium_of(pool).persists
     assert at_once(pool, saves(pool, ["a", "b", "a", "a"])) == [None] * 4
     assert medium_of(pool).persists == before + 2 * 3
-    commits = [entry.info.commit for entry in pool.catalogue().models["a"].versions]
+    commits = [entry.info.commit for entry in pool.catalogue().models["a"]]
     assert commits == sorted(set(commits))
     assert check(pool) == []
 

@@ -14,7 +14,7 @@ from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
 from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, read_log
-from portus.reach.index.records import NOWHERE, VersionLog, VersionRecord
+from portus.reach.index.records import VersionLog, VersionRecord
 from portus.reach.media.memory import Memory
 
 PAGES = 30
@@ -29,7 +29,7 @@ def version(*, born: tuple[int, ...] = (3, 5), commit: int = 5, counted: int = 0
     info = VersionInfo("shelf", 1, commit, 0, os.urandom(16), 0, 10_100)
     log = VersionLog(Extent(DATA_START + 20 * PAGE, PAGES * PAGE), os.urandom(16), 2, counted)
     units = np.zeros(2, UNIT_DIGEST.dtype)
-    return VersionRecord(info, NOWHERE, storages, np.array(rows, EXTENT.dtype), units, log)
+    return VersionRecord(info, b"", storages, np.array(rows, EXTENT.dtype), units, log)
 
 
 def appended(medium: Memory, record: VersionRecord, count: int = 4) -> LogWriter:

@@ -25,7 +25,6 @@ from portus.engine.image.torch_reader import read_torch
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import SLOT_OFFSETS
-from portus.reach.index.catalogue import read_copies
 from portus.reach.index.check import check
 from portus.reach.index.directory import open_reader
 from portus.reach.index.log import LogWriter
@@ -700,24 +699,6 @@ def test_neither_a_shelf_nor_a_run_of_its_name_takes_the_place_of_the_other(tmp_
         assert beside.load() == state
 
 
-def test_a_shelf_whose_contents_are_damaged_is_not_taken_for_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "a.portus"
-    with Shelf(path) as shelf:
-        shelf.x = torch.zeros(1)
-    with contextlib.closing(open_reader(str(path))) as reader:
-        catalogue = reader.catalogue()
-        contents = reader.record(catalogue.models["shelf"].versions[-1]).contents
-        copies = read_copies(reader.medium, catalogue.root)
-    places = [each.pointer.offset for each in copies if each.pointer.digest == contents.digest]
-    assert len(places) == 1
-    with open(path, "r+b") as file:
-        for place in (contents.offset, *places):
-            file.seek(place + 70)
-            file.write(b"\xff")
-    with pytest.raises(UsageError, match="expected checkpoints, found a shelf"):
-        portus.PoolCheckpointer(path, model="shelf")
-
-
 def test_damage_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.portus"
     with Shelf(path) as shelf:
@@ -748,8 +729,9 @@ def test_what_a_lost_version_left_in_the_log_is_no_damage_and_comes_back_in_no_o
         catalogue = reader.catalogue()
     [entry] = catalogue.entries()
     data = bytearray(path.read_bytes())
-    for place in (SLOT_OFFSETS[catalogue.root.slot] + 20, entry.pointer.extent.offset + 100):
-        data[place] ^= 1
+    places = [SLOT_OFFSETS[catalogue.root.slot], *(each.offset for each in entry.pointer.extents)]
+    for place in places:
+        data[place + 20] ^= 1
     path.write_bytes(data)
     with Shelf(path) as shelf:  # the version before it is all that is left
         assert shelf.keys() == ("x",)

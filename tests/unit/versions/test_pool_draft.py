@@ -29,7 +29,7 @@ def draft_of(pool: Pool, data: np.ndarray) -> tuple[PoolDraft, np.ndarray]:
 
 
 def commit(draft: PoolDraft, step: int) -> PreviousVersion:
-    found = draft.commit(Labels(model="net", step=step, token=bytes([step] * 16)), None)
+    found = draft.commit(Labels(model="net", step=step, token=bytes([step] * 16)))
     draft.release()
     return found
 

@@ -190,9 +190,7 @@ class Fold:
             self.go_on(stop)
         log = replace(self._log.log, entries=self._log.count)
         groups = [self.image.rows(self._born), *self._kept]
-        new = version_of(
-            model, self.batch, self.contents, groups, self._length, log, has_bunches=True
-        )
+        new = version_of(model, self.batch, self.contents, groups, self._length, log)
         return new, self._unpersisted_extents()
 
     def log(self, committed: VersionLog) -> LogWriter:

@@ -80,7 +80,7 @@ class TableStore(ModelWithLog[PoolWriter]):
     def marks(self) -> Sequence[VersionEntry]:
         """Return all marks, oldest first."""
         model = self.pool.catalogue().models.get(MARKS)
-        return () if model is None else model.versions
+        return () if model is None else model
 
     def image_of(self, mark: VersionEntry) -> int:
         """Return the first byte of the image of a mark in the pool. It is equal for marks that
@@ -161,9 +161,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         now = replace(log.log, entries=log.count)
         every = [share(record, np.arange(len(record.storages)))]
         length = record.storages["length"].astype(np.int64)
-        made = version_of(
-            MARKS, batch, self._contents, every, length, now, token=token, has_bunches=True
-        )
+        made = version_of(MARKS, batch, self._contents, every, length, now, token=token)
         self.pool.commit(made, (), retire)
 
     # --- a batch in the log ---------------------------------------------------------------------
@@ -230,9 +228,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
         groups: list[StorageRows] = [slices.rows(), share(record, others)]
         now, dense = replace(log.log, entries=log.count), slices.moment
-        new = version_of(
-            MODEL, self.batch, dense.contents, groups, dense.length, now, has_bunches=True
-        )
+        new = version_of(MODEL, self.batch, dense.contents, groups, dense.length, now)
         try:
             made = self.pool.commit(new, (), self._superseded_versions())
         finally:

@@ -79,7 +79,7 @@ class Draft(Protocol):
         """Return bytes of storages that were copied or shared, a short piece at each offset, end to
         end; None if they cannot be read back."""
 
-    def commit(self, labels: Labels, before: Previous | None) -> CommittedVersion:
+    def commit(self, labels: Labels) -> CommittedVersion:
         """Persist and commit, and return the version."""
 
     def release(self) -> None:

@@ -407,7 +407,7 @@ class Save:
         # From here on a failure may leave a commit: a sync may fail after the rename, or after the
         # root was stored.
         self.is_in_doubt = True
-        committed = self.draft.commit(labels, self._owner.before())
+        committed = self.draft.commit(labels)
         self.stats.commit_s = time.perf_counter() - start
         self.stats.total_s = time.perf_counter() - self._asked_s
         self._let_go()

@@ -333,7 +333,7 @@ class FileDraft:
                 if error.errno not in OUT_OF_SPACE or not self._draft.make_room(self._request):
                     raise
 
-    def commit(self, labels: Labels, before: Previous | None) -> CommittedFile:
+    def commit(self, labels: Labels) -> CommittedFile:
         self.finish()
         self.publish()
         return CommittedFile(

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Final
 
 import numpy as np
@@ -26,10 +26,9 @@ from portus.errors import (
     TransportError,
     UsageError,
 )
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.catalogue import Catalogue, newest_catalogue
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionRecord, decode_version, digest_of
+from portus.reach.index.records import VersionRecord, decode_version
 from portus.reach.index.roots import Superblock, read_superblock
 from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.objects import LOG, prefix_of
@@ -65,7 +64,6 @@ _OUTCOME_S: Final = 5.0
 
 _ASK_AGAIN_S: Final = 0.1
 _ABANDON_S: Final = 5.0
-_NO_TOKEN: Final = bytes(16)
 
 
 class HostPool(PoolReader):
@@ -304,17 +302,10 @@ class HostDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """Do nothing: the host has them."""
 
-    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
+    def commit(self, labels: Labels) -> PreviousVersion:
         link = self._ready(Stop())
-        assert before is None or isinstance(before, PreviousVersion), (
-            "a pool shares with its own versions"
-        )
-        # The host may have another pool by now, where the shared storages are elsewhere.
-        if before is not None and not self._pool.has_committed(before.record.info.token):
-            before = None
         confirm = said.Confirm(
             digests=self._digests().tobytes(),
-            before=before.record.info.token if before is not None else _NO_TOKEN,
             contents=labels.contents,
             keep=pack_map(asdict(labels.keep) if labels.keep else {}),
             inexact=labels.inexact,
@@ -331,17 +322,15 @@ class HostDraft:
             uuid = self._pool.links.welcome.uuid  # a replica has it in its own pool
         else:
             record = decode_version(memoryview(expect(answer, said.Committed).record))
-            info = replace(record.info, inexact=labels.inexact, metrics=labels.metrics)
-            record = replace(record, info=info)
-            self._pool.heed(newest, uuid, info.commit - 1)
+            self._pool.heed(newest, uuid, record.info.commit - 1)
         # Frames have digests; the host's memory, where it makes the record, has none (V4).
-        self._refuse_other(record, labels, before, confirm, uuid)
+        self._refuse_other(record, labels, confirm)
         if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
         self._pool.note_commit(record.info)
         self.release()
         self._pool.tell()
-        return PreviousVersion(record, labels.contents)
+        return PreviousVersion(record)
 
     def _tell_replica(self, link: Link, labels: Labels) -> None:
         """Return when the replica has the version too; else raise: the save counts as failed."""
@@ -515,22 +504,10 @@ class HostDraft:
             units[ranges(first[indices], counts[indices])] = digests
         return units
 
-    def _refuse_other(
-        self,
-        record: VersionRecord,
-        labels: Labels,
-        before: PreviousVersion | None,
-        confirm: said.Confirm,
-        uuid: bytes,
-    ) -> None:
-        """Remove the version that the host committed to the pool ``uuid``, and raise
-        ``CorruptionError``, if it differs from this one: it would count as the newest."""
+    def _refuse_other(self, record: VersionRecord, labels: Labels, confirm: said.Confirm) -> None:
+        """Remove the version that the host committed, and raise ``CorruptionError``, if it differs
+        from this one: it would count as the newest."""
         info = record.info
-        may_share = before is not None and before.contents == labels.contents
-        if before is not None and may_share and record.contents == before.record.contents:
-            contents = record.contents.digest
-        else:
-            contents = digest_of(RecordKind.CONTENTS, info.commit, uuid, labels.contents)
         compared = {
             "model": (labels.model, info.model),
             "step": (labels.step, info.step),
@@ -538,7 +515,8 @@ class HostDraft:
             "inexact": (labels.inexact, info.inexact),
             "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
             "digests": (confirm.digests, record.units.tobytes()),
-            "contents": (contents, record.contents.digest),
+            "metrics": (labels.metrics, info.metrics),
+            "contents": (labels.contents, record.contents),
         }
         wrong = [what for what, (meant, found) in compared.items() if meant != found]
         if not wrong:

@@ -15,7 +15,7 @@ from portus.engine.spec import PAGE
 FORMAT_VERSION: Final = 1
 KIND_VERSION: Final = 1
 MAGIC: Final = b"PORTUS POOL\r\n\x1a\n\x00"
-ROOT_MAGIC: Final = b"ROOT"
+ROOT_MAGIC: Final = b"PORTROOT"
 RECORD_MAGIC: Final = b"PREC"
 ENTRY_MAGIC: Final = b"PLOG"
 
@@ -25,41 +25,9 @@ HOLDER_OFFSET: Final = 3 * PAGE
 HOLDER_SIZE: Final = 512
 DATA_START: Final = 8 * PAGE
 
-# An old reader opens a pool with unknown compat bits; reads, but does not write, one with
-# unknown read_only_compat bits; and refuses unknown incompat bits.
-COPIES: Final = 1
-"""A compat bit: roots refer to copies of records. An old program leaves them out of its roots."""
-
-MARKS: Final = 2
-"""A compat bit: entries of model indices may have flags. An old program leaves them out of the
-indices that it writes."""
-
-METRICS: Final = 8
-"""A compat bit: model indices may have metrics behind their entries. An old program leaves them out
-of the indices that it writes."""
-
-LOGS: Final = 1
-"""An incompat bit: versions may have logs. An old program would take a version for what it was when
-its log was empty."""
-
-BUNCHES: Final = 2
-"""An incompat bit: entries of logs may have bunches. An old program would skip them."""
-
-IN_PLACE: Final = 4
-"""An incompat bit: storages of a version with a log may be changed in place. An old program would
-report them as damaged, and undo nothing."""
-
-COMPAT_KNOWN: Final = COPIES | MARKS | METRICS
-READ_ONLY_COMPAT_KNOWN: Final = 0
-INCOMPAT_KNOWN: Final = LOGS | BUNCHES | IN_PLACE
-
 VERSION_ID_MAX: Final = 1 << 61
 NAME_SIZE_MAX: Final = 4096
 RECORD_SIZE_MAX: Final = 1 << 36
-
-
-INEXACT: Final = 1
-"""A flag of an entry of a model index."""
 
 WITH_NEXT: Final = 1
 """A flag of a log entry: it belongs to the commit after the one on which it is based."""
@@ -72,11 +40,8 @@ long as no entry without the flag comes after it."""
 class RecordKind(enum.IntEnum):
     """The kind of a record. A writer that meets an unknown kind refuses to write."""
 
-    MODEL_TABLE = 1
-    MODEL_INDEX = 2
-    VERSION = 3
-    CONTENTS = 4
-    COPIES = 5
+    CATALOGUE = 1
+    VERSION = 2
 
 
 SUPERBLOCK: Final = Record(
@@ -102,10 +67,9 @@ SUPERBLOCK: Final = Record(
 
 SLOT: Final = Record(
     "root slot",
-    128,
+    104,
     (
-        Field("magic", "4s", "`ROOT`"),
-        Field("reserved", "4s", "zero"),
+        Field("magic", "8s", "`PORTROOT`"),
         Field(
             "sequence",
             "Q",
@@ -115,13 +79,11 @@ SLOT: Final = Record(
         Field("next_version", "Q", "the id that the next version gets; over every id below"),
         Field("size", "Q", "bytes of the pool that this root may reach into"),
         Field("uuid", "16s", "that of the superblock"),
-        Field("table_offset", "Q", "model table record; 0 when there is none yet"),
-        Field("table_length", "Q", "its bytes, header included"),
-        Field("table_digest", "16s", "its digest"),
-        Field("copies_offset", "Q", "copies record; 0 when there is none"),
-        Field("copies_length", "Q", "its bytes, header included"),
-        Field("copies_digest", "16s", "its digest"),
-        Field("digest", "16s", "of the 112 bytes before"),
+        Field("catalogue_offset", "Q", "catalogue record; 0 when there is none yet"),
+        Field("catalogue_length", "Q", "its bytes, header included"),
+        Field("catalogue_digest", "16s", "its digest"),
+        Field("catalogue_copy", "Q", "its copy; 0 when there is none"),
+        Field("digest", "16s", "of the 88 bytes before"),
     ),
 )
 
@@ -130,62 +92,13 @@ HEADER: Final = Record(
     64,
     (
         Field("magic", "4s", "`PREC`"),
-        Field("kind", "H", "1 model table, 2 model index, 3 version, 4 contents, 5 copies"),
+        Field("kind", "H", "1 catalogue, 2 version"),
         Field("kind_version", "H", "1"),
         Field("reserved", "Q", "zero"),
         Field("length", "Q", "bytes of payload that follow"),
         Field("commit", "Q", "the commit that wrote it"),
         Field("uuid", "16s", "that of the superblock"),
         Field("digest", "16s", "of the 48 bytes before and the payload"),
-    ),
-)
-
-TABLE_ENTRY: Final = Record(
-    "model table entry",
-    48,
-    (
-        Field("offset", "Q", "model index record"),
-        Field("length", "Q", "its bytes, header included"),
-        Field("digest", "16s", "its digest"),
-        Field("name_offset", "Q", "bytes from the start of the names"),
-        Field("name_length", "Q", "bytes of UTF-8"),
-    ),
-)
-
-INDEX_ENTRY: Final = Record(
-    "model index entry",
-    96,
-    (
-        Field("id", "Q", "of the version; unique in the pool, grows"),
-        Field("commit", "Q", "the commit that made it visible"),
-        Field("step", "q", "the caller's"),
-        Field("time_ns", "Q", "Unix time in nanoseconds"),
-        Field("token", "16s", "random, names the version in pointers"),
-        Field("size", "Q", "sum of its storages in bytes, shared ones included"),
-        Field("flags", "Q", "1: inexact; the other bits are zero"),
-        Field("offset", "Q", "version record"),
-        Field("length", "Q", "its bytes, header included"),
-        Field("digest", "16s", "its digest"),
-    ),
-)
-
-VERSION_HEAD: Final = Record(
-    "version head",
-    120,
-    (
-        Field("id", "Q", "as in the model index"),
-        Field("commit", "Q", "as in the model index"),
-        Field("step", "q", "as in the model index"),
-        Field("time_ns", "Q", "as in the model index"),
-        Field("token", "16s", "as in the model index"),
-        Field("size", "Q", "as in the model index"),
-        Field("contents_offset", "Q", "contents record"),
-        Field("contents_length", "Q", "its bytes, header included"),
-        Field("contents_digest", "16s", "its digest"),
-        Field("storages", "Q", "number of storage entries"),
-        Field("extents", "Q", "number of extent entries"),
-        Field("units", "Q", "number of unit digests"),
-        Field("name_length", "Q", "bytes of the model's name in UTF-8"),
     ),
 )
 
@@ -215,41 +128,6 @@ UNIT_DIGEST: Final = Record(
     "unit digest", 16, (Field("digest", "16s", "xxh3_128 of up to 16 MiB of a storage"),)
 )
 
-COPY: Final = Record(
-    "copy entry",
-    48,
-    (
-        Field("offset", "Q", "the copy"),
-        Field("length", "Q", "its bytes, header included"),
-        Field("digest", "16s", "its digest, which is that of the record it is a copy of"),
-        Field("commit", "Q", "the commit that wrote the copy"),
-        Field("kind", "Q", "its kind"),
-    ),
-)
-
-LOG: Final = Record(
-    "log",
-    56,
-    (
-        Field("offset", "Q", "its pages, from the start of the pool"),
-        Field("length", "Q", "bytes of its pages"),
-        Field("name", "16s", "random; its entries have it too"),
-        Field("born", "Q", "the commit that reserved its pages"),
-        Field("entries", "Q", "how many it had when the version was committed: all of them count"),
-        Field("in_place", "Q", "how many in-place rows follow"),
-    ),
-)
-
-PLACED: Final = Record(
-    "in-place row",
-    24,
-    (
-        Field("storage", "Q", "index of a storage that is changed in place"),
-        Field("cell", "Q", "bytes of each of its cells: a power of two, up to 4096"),
-        Field("digests", "Q", "index of the storage that has the digests of its units"),
-    ),
-)
-
 LOG_ENTRY: Final = Record(
     "log entry",
     96,
@@ -277,19 +155,4 @@ BUNCH: Final = Record(
     ),
 )
 
-TABLES: Final = (
-    SUPERBLOCK,
-    SLOT,
-    HEADER,
-    TABLE_ENTRY,
-    INDEX_ENTRY,
-    VERSION_HEAD,
-    STORAGE,
-    EXTENT,
-    UNIT_DIGEST,
-    COPY,
-    LOG,
-    PLACED,
-    LOG_ENTRY,
-    BUNCH,
-)
+TABLES: Final = (SUPERBLOCK, SLOT, HEADER, STORAGE, EXTENT, UNIT_DIGEST, LOG_ENTRY, BUNCH)

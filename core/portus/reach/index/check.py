@@ -129,11 +129,11 @@ def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Findi
     if uuid is None:
         return findings.all
     standing = check_catalogues(medium, uuid, findings)
-    subject = Subject(medium, uuid, findings, standing.copies)
+    subject = Subject(medium, uuid, findings)
     _look_ahead(subject, standing)
     pins = _Pins(subject, standing, locks)
     seen = _look(subject, standing, pins, look.only)
-    check_reach(seen, standing.records.values(), findings)
+    check_reach(seen, standing.runs.values(), findings)
     if look.data:
         _read_bytes(subject, seen, pins, look)
     return findings.all

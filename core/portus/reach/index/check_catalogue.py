@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-import numpy as np
-
 from portus.engine.format.checksum import digest
 from portus.engine.format.record import Record
 from portus.engine.media.base import Medium
-from portus.engine.spec import PAGE
+from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError
 from portus.reach.format.layout import (
-    COPY,
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
-    INDEX_ENTRY,
-    INEXACT,
     MAGIC,
     RECORD_MAGIC,
     ROOT_MAGIC,
@@ -29,22 +25,11 @@ from portus.reach.format.layout import (
     SLOT_OFFSETS,
     SUPERBLOCK,
     SUPERBLOCK_OFFSETS,
-    TABLE_ENTRY,
     RecordKind,
 )
 from portus.reach.index.findings import Findings
-from portus.reach.index.records import (
-    NOWHERE,
-    Copy,
-    Pointer,
-    VersionEntry,
-    decode_copies,
-    decode_index,
-    decode_table,
-    encode_metrics,
-    read_whole,
-)
-from portus.reach.index.roots import Root, read_roots, read_superblock, whole_superblock
+from portus.reach.index.records import Pointer, VersionEntry, decode_catalogue, read_whole
+from portus.reach.index.roots import Root, read_roots, read_superblock
 
 _RETRIES_MAX: Final = 1000
 """Times that the catalogues are read again because a writer committed meanwhile, at most."""
@@ -56,31 +41,30 @@ _TORN_PAUSE_S: Final = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The pool that is checked, and its findings so far. ``copies``: intact copies of records, by
-    digest."""
+    """The pool that is checked, and its findings so far."""
 
     medium: Medium
     uuid: bytes
     findings: Findings
-    copies: dict[bytes, Pointer] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class FramedRecord:
-    """An intact record: the commit that wrote it, and its payload."""
-
-    commit: int
-    payload: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class ReachedRun:
     """A run of bytes that a record or a version reaches, and the commit that wrote it."""
 
-    offset: int
-    length: int
+    extent: Extent
     commit: int
     what: str
+
+
+@dataclass(frozen=True, slots=True)
+class FramedRecord:
+    """A record of which one place at least is intact: the commit that wrote it, its payload, and
+    its places."""
+
+    commit: int
+    payload: memoryview
+    runs: Sequence[ReachedRun]
 
 
 @dataclass(slots=True)
@@ -94,8 +78,7 @@ class ReachableVersions:
     roots: list[Root] = field(default_factory=list)
     entries: dict[int, VersionEntry] = field(default_factory=dict)
     bounds: dict[int, int] = field(default_factory=dict)
-    records: dict[Pointer, ReachedRun] = field(default_factory=dict)
-    copies: dict[bytes, Pointer] = field(default_factory=dict)
+    runs: dict[Extent, ReachedRun] = field(default_factory=dict)
 
 
 def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
@@ -114,26 +97,13 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
             say = findings.mend if any(whole) else findings.error
             say("F1", f"superblock at byte {offset}", "its magic and digest", "something else")
     if all(whole) and copies[0] != copies[1]:
-        _report_difference(medium, findings)
+        findings.error("F1", "superblock", "two equal copies", "two that differ")
     _check_padding(pages, findings)
     if not any(whole):
         return None
     if any(SUPERBLOCK.unpack(copies[whole.index(True)])["reserved"]):  # type: ignore[arg-type]
         findings.error("F2", "superblock", "reserved bytes of zero", "others")
     return read_superblock(medium).uuid
-
-
-def _report_difference(medium: Medium, findings: Findings) -> None:
-    """Report a difference between two intact copies. A writer changes feature bits in one after the
-    other."""
-    first, second = (whole_superblock(medium, offset) for offset in SUPERBLOCK_OFFSETS)
-    assert first is not None
-    assert second is not None
-    if (first.uuid, first.created_ns) == (second.uuid, second.created_ns):
-        found = "two with different feature bits, as after a crash; the next writer repairs it"
-        findings.mend("F1", "superblock", "two equal copies", found)
-    else:
-        findings.error("F1", "superblock", "two equal copies", "two that differ")
 
 
 def _check_padding(pages: bytes, findings: Findings) -> None:
@@ -168,7 +138,7 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Reachab
         standing = ReachableVersions(load_slots(medium))
         _check_slots(Subject(medium, uuid, fresh), standing)
         for root in standing.roots:
-            _Listing(Subject(medium, uuid, fresh, standing.copies), standing, root).read()
+            _Listing(Subject(medium, uuid, fresh), standing, root).read()
         if load_slots(medium, standing.slots) == standing.slots:
             findings.extend(fresh)
             return standing
@@ -234,7 +204,6 @@ def _check_slot(subject: Subject, index: int, slot: bytes) -> bool:
         uuid == subject.uuid, "F3", where, f"pool {subject.uuid.hex()}", f"pool {uuid.hex()}"
     )
     findings.require(sequence % 2 == index, "F3", where, f"parity {index}", f"commit {sequence}")
-    zeros(findings, where, cast(bytes, row["reserved"]))
     return False
 
 
@@ -249,7 +218,7 @@ def _check_order(findings: Findings, newer: Root, older: Root) -> None:
 
 
 class _Listing:
-    """The model table and the model indices of one root."""
+    """The catalogue of one root."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions, root: Root) -> None:
         self._subject: Final = subject
@@ -260,86 +229,33 @@ class _Listing:
 
     def read(self) -> None:
         """Add all that the root reaches to the standing."""
-        if self._root.copies != NOWHERE:
-            self._read_copies()
-        if self._root.table == NOWHERE:
+        root = self._root
+        if root.is_first:
             return
-        where = "model table"
-        table = self._frame(self._root.table, RecordKind.MODEL_TABLE, where, self._root.sequence)
-        if table is None:
-            return
-        try:
-            rows = decode_table(table.payload)
-        except CorruptionError as error:
-            self._findings.error("F7", where, "a table that can be read", str(error))
-            return
-        self._check_names(where, table.payload, [name for name, _ in rows])
-        for name, pointer in rows:
-            self._read_index(name, pointer, table.commit)
-
-    def _read_copies(self) -> None:
-        where, pointer = "copies record", self._root.copies
-        found = self._frame(pointer, RecordKind.COPIES, where, self._root.sequence)
+        bounds = Bounds(root.size, root.sequence)
+        found = frame(self._subject, root.catalogue, RecordKind.CATALOGUE, "catalogue", bounds)
         if found is None:
             return
+        for run in found.runs:
+            self._standing.runs.setdefault(run.extent, run)
         try:
-            copies = decode_copies(found.payload)
+            entries = decode_catalogue(found.payload)
         except CorruptionError as error:
-            self._findings.error("F16", where, "entries that can be read", str(error))
+            self._findings.error("F7", "catalogue", "one that can be read", str(error))
             return
-        left = len(found.payload) - 8 - len(copies) * COPY.size
-        self._findings.require(
-            left == 0, "F16", where, "nothing behind the entries", f"{left} bytes"
-        )
-        for copy in copies:
-            self._look_at_copy(copy, found.commit)
-
-    def _look_at_copy(self, copy: Copy, commit: int) -> None:
-        if copy.pointer in self._standing.records:
-            return
-        where = f"copy of a {copy.kind.name.lower().replace('_', ' ')}"
-        good = 1 <= copy.commit <= commit
-        self._findings.require(good, "F16", where, f"a commit up to {commit}", f"{copy.commit}")
-        bounds = Bounds(self._root.size, copy.commit)
-        if frame(self._subject, copy.pointer, copy.kind, where, bounds) is not None:
-            place = copy.pointer
-            self._standing.copies[place.digest] = place
-            reached = ReachedRun(place.offset, place.length, copy.commit, where)
-            self._standing.records[place] = reached
-
-    def _check_names(self, where: str, payload: memoryview, names: list[str]) -> None:
-        raw = [name.encode() for name in names]
-        sorted_once = raw == sorted(set(raw))
-        self._findings.require(sorted_once, "F7", where, "sorted, unique names", f"{names!r:.200}")
-        start = 8 + len(names) * TABLE_ENTRY.size
-        expected, found = b"".join(raw), bytes(payload[start:])
-        self._findings.require(
-            expected == found, "F7", where, "names end to end", "gaps, or bytes left over"
-        )
-
-    def _read_index(self, name: str, pointer: Pointer, commit: int) -> None:
-        where = f"model index of {name!r}"
-        index = self._frame(pointer, RecordKind.MODEL_INDEX, where, commit)
-        if index is None:
-            return
-        try:
-            entries = decode_index(index.payload)
-        except CorruptionError as error:
-            self._findings.error("F8", where, "an index that can be read", str(error))
-            return
-        _check_index_payload(self._findings, where, name, index.payload, entries)
-        self._check_entries(where, entries, index.commit)
+        for name in {entry.info.model for entry in entries}:
+            own = [entry for entry in entries if entry.info.model == name]
+            self._check_order(f"catalogue, model {name!r}", own, found.commit)
         for entry in entries:
             self._add(entry)
 
-    def _check_entries(self, where: str, entries: Sequence[VersionEntry], commit: int) -> None:
+    def _check_order(self, where: str, entries: Sequence[VersionEntry], commit: int) -> None:
         commits = [entry.info.commit for entry in entries]
         ids = [entry.info.id for entry in entries]
-        self._findings.require(bool(entries), "F8", where, "one version at least", "none")
         for what, numbers in (("commits", commits), ("ids", ids)):
             ascending = numbers == sorted(set(numbers))
-            self._findings.require(ascending, "F8", where, f"ascending {what}", f"{numbers!r:.200}")
-        if commits and max(commits) > commit:
+            self._findings.require(ascending, "F7", where, f"ascending {what}", f"{numbers!r:.200}")
+        if max(commits) > commit:
             self._findings.error("F6", where, f"versions up to commit {commit}", f"{max(commits)}")
 
     def _add(self, entry: VersionEntry) -> None:
@@ -361,41 +277,6 @@ class _Listing:
         bound = self._standing.bounds.get(info.id, root.size)
         self._standing.bounds[info.id] = min(bound, root.size)
 
-    def _frame(
-        self, pointer: Pointer, kind: RecordKind, where: str, commit: int
-    ) -> FramedRecord | None:
-        found = frame(self._subject, pointer, kind, where, Bounds(self._root.size, commit))
-        if found is not None:
-            reached = ReachedRun(pointer.offset, pointer.length, found.commit, where)
-            self._standing.records.setdefault(pointer, reached)
-        return found
-
-
-def _check_index_payload(
-    findings: Findings,
-    where: str,
-    name: str,
-    payload: memoryview,
-    entries: Sequence[VersionEntry],
-) -> None:
-    length = int.from_bytes(payload[:8], "little")
-    count = int.from_bytes(payload[8:16], "little")
-    found = str(payload[16 : 16 + length], "utf-8")
-    findings.require(found == name, "F8", where, f"name {name!r}", f"{found!r}")
-    start = 16 + length + -length % 8
-    zeros(findings, f"{where}, name", payload[16 + length : start])
-    rows = INDEX_ENTRY.array(payload, start, count)
-    unknown = int(np.bitwise_or.reduce(rows["flags"], initial=0)) & ~INEXACT
-    findings.require(not unknown, "F2", f"{where}, entries", "no unknown flag", f"{unknown}")
-    behind = bytes(payload[start + count * INDEX_ENTRY.size :])
-    findings.require(
-        behind == encode_metrics(entries),
-        "F8",
-        where,
-        "metrics of its versions behind the entries, or nothing",
-        f"{len(behind)} other bytes",
-    )
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -408,24 +289,36 @@ class Bounds:
 def frame(
     subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
 ) -> FramedRecord | None:
-    """Return the intact record at ``pointer``, or None. Add findings for damage."""
+    """Return the record at ``pointer``, or None if neither it nor a copy is intact. Add findings
+    for damage."""
+    records = [
+        _frame_at(subject, pointer, kind, f"{where} at byte {each.offset}", each, bounds)
+        for each in pointer.extents
+    ]
+    for record in filter(None, records):
+        commit = cast(int, HEADER.unpack(record)["commit"])
+        runs = [ReachedRun(each, commit, where) for each in pointer.extents]
+        return FramedRecord(commit, record[HEADER.size :], runs)
+    return None
+
+
+def _frame_at(
+    subject: Subject, pointer: Pointer, kind: RecordKind, where: str, at: Extent, bounds: Bounds
+) -> memoryview | None:
+    """Return the record at one of its places, or None if it is not intact."""
     medium, findings = subject.medium, subject.findings
-    where = f"{where} at byte {pointer.offset}"
-    end = pointer.offset + pointer.length
-    if pointer.offset < DATA_START or end > bounds.size:
-        findings.error("F5", where, f"bytes {DATA_START} to {bounds.size}", f"up to {end}")
+    if at.offset < DATA_START or at.end > bounds.size:
+        findings.error("F5", where, f"bytes {DATA_START} to {bounds.size}", f"up to {at.end}")
         return None
-    findings.require(pointer.offset % 8 == 0, "F6", where, "a multiple of 8", "none")
+    findings.require(at.offset % 8 == 0, "F6", where, "a multiple of 8", "none")
     try:
-        record = read_whole(medium, pointer, kind)
-        padding = load(medium, end, min(-end % 8, medium.size - end))
+        record = read_whole(medium, pointer, kind, at.offset)
+        padding = load(medium, at.end, min(-at.end % 8, medium.size - at.end))
     except PortusError as error:
         unread = isinstance(error, MediumError)
         wanted = "bytes that can be read" if unread else "a whole record of its kind"
-        copied = _find_copy(subject, pointer, kind)
-        saved = "" if copied is None else f" (its copy at byte {copied[0]} is whole)"
-        findings.error("F6", where, wanted, f"{error}{saved}")
-        return None if copied is None else copied[1]
+        findings.error("F6", where, wanted, f"{error}{_describe_copy(medium, pointer, kind, at)}")
+        return None
     header, payload = HEADER.unpack(record), record[HEADER.size :]
     expected = {"magic": RECORD_MAGIC, "uuid": subject.uuid, "length": len(payload)}
     for name, value in expected.items():
@@ -437,22 +330,17 @@ def frame(
     findings.require(good, "F6", where, "a commit not after what points at it", f"{commit}")
     findings.require(header["reserved"] == 0, "F2", where, "reserved 0", f"{header['reserved']!r}")
     zeros(findings, f"{where}, after its end", padding)
-    return FramedRecord(commit, payload)
+    return record
 
 
-def _find_copy(
-    subject: Subject, pointer: Pointer, kind: RecordKind
-) -> tuple[int, FramedRecord] | None:
-    """Return the copy of a damaged record: its offset, and its payload."""
-    copy = subject.copies.get(pointer.digest)
-    if copy is None or copy == pointer:
-        return None
-    try:
-        record = read_whole(subject.medium, copy, kind)
-    except PortusError:
-        return None  # overwritten meanwhile
-    header = HEADER.unpack(record)
-    return copy.offset, FramedRecord(cast(int, header["commit"]), record[HEADER.size :])
+def _describe_copy(medium: Medium, pointer: Pointer, kind: RecordKind, at: Extent) -> str:
+    """Return words for the other place of a damaged record, if the record is intact there."""
+    for other in pointer.extents:
+        if other != at:
+            with contextlib.suppress(PortusError):
+                read_whole(medium, pointer, kind, other.offset)
+                return f" (its copy at byte {other.offset} is whole)"
+    return ""
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:

@@ -34,8 +34,9 @@ class _Reach:
     occurs once for each owner."""
 
     def __init__(self, seen: list[CheckedVersion], records: list[ReachedRun]) -> None:
-        listed = [*records, *(each for version in seen for each in version.records)]
-        rows = [np.array([(r.offset, r.length, r.commit) for r in listed], np.int64).reshape(-1, 3)]
+        listed = [*records, *(each for version in seen for each in version.runs)]
+        alone = [(each.extent.offset, each.extent.length, each.commit) for each in listed]
+        rows = [np.array(alone, np.int64).reshape(-1, 3)]
         self._listed: Final = listed
         self._seen: Final = seen
         rows += [_rows(version) for version in seen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,7 +16,7 @@ from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.media.pace import Pace
 from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, MediumError
-from portus.reach.format.layout import DATA_START, UNIT_DIGEST, VERSION_HEAD, RecordKind
+from portus.reach.format.layout import DATA_START, UNIT_DIGEST, RecordKind
 from portus.reach.index.check_catalogue import (
     Bounds,
     FramedRecord,
@@ -30,7 +30,6 @@ from portus.reach.index.findings import Severity
 from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import Entry, entries, read_log
 from portus.reach.index.records import (
-    Pointer,
     Rows,
     VersionEntry,
     VersionRecord,
@@ -54,14 +53,14 @@ DAMAGED_MAX: Final = 20
 class CheckedVersion:
     """A version whose record could be read.
 
-    ``contents``: None if they are lost. ``records``: the version's own, and its contents.
+    ``contents``: None if they are not valid. ``runs``: those of its record and its log.
     ``sound``: for each storage, whether all its extents are within bounds.
     """
 
     entry: VersionEntry
     record: VersionRecord
     contents: Contents | None
-    records: tuple[ReachedRun, ...]
+    runs: Sequence[ReachedRun]
     sound: Flags
 
     @property
@@ -78,13 +77,12 @@ class CheckedVersion:
 
 
 class Versions:
-    """Checks versions one after another. Contents that versions share are read once."""
+    """Checks versions one after another."""
 
     def __init__(self, subject: Subject, standing: ReachableVersions) -> None:
         self._subject: Final = subject
         self._findings: Final = subject.findings
         self._standing: Final = standing
-        self._contents: Final[dict[Pointer, tuple[FramedRecord, Contents | None] | None]] = {}
 
     def look(self, entry: VersionEntry) -> CheckedVersion | None:
         """Check all but the bytes of a pinned version. Return None if its record is lost."""
@@ -106,32 +104,17 @@ class Versions:
         # A truncated pool is smaller than its root says.
         size = min(bounds.size, self._subject.medium.size)
         sound = self._check_places(where, record, size)
-        place, label = entry.pointer, f"record of {where}"
-        reached = [ReachedRun(place.offset, place.length, found.commit, label)]
-        contents = None
-        read = self._read_once(record.contents, bounds)
-        if read is not None:
-            place, (there, contents) = record.contents, read
-            label = f"contents of {where}"
-            reached.append(ReachedRun(place.offset, place.length, there.commit, label))
+        contents = read_contents(self._findings, f"contents of {where}", record.contents)
         if contents is not None:
             check_contents(self._findings, where, contents, record.storages)
-        reached += self._check_log(where, record, size)
-        return CheckedVersion(entry, record, contents, tuple(reached), sound)
+        runs = [*found.runs, *self._check_log(where, record, size)]
+        return CheckedVersion(entry, record, contents, runs, sound)
 
     def _check_head(
         self, where: str, entry: VersionEntry, record: VersionRecord, found: FramedRecord
     ) -> None:
         same = record.info == entry.info and found.commit == entry.info.commit
         self._findings.require(same, "F10", where, f"{entry.info}", f"{record.info}")
-        rows = record.storages.nbytes + record.extents.nbytes + record.units.nbytes
-        name = len(record.info.model.encode())
-        left = len(found.payload) - VERSION_HEAD.size - rows - name
-        if record.log is not None:
-            left -= -name % 8 + record.log.size
-        self._findings.require(
-            left == 0, "F10", where, "nothing behind the name and the log", f"{left} bytes"
-        )
 
     def _check_rows(self, where: str, record: VersionRecord) -> None:
         findings, storages = self._findings, record.storages
@@ -176,25 +159,12 @@ class Versions:
             return []
         good = 1 <= log.born <= record.info.commit and log.extent.length > 0
         self._findings.require(
-            good, "F17", where, f"a log born from 1 to {record.info.commit}, with pages", f"{log}"
+            good, "F8", where, f"a log born from 1 to {record.info.commit}, with pages", f"{log}"
         )
         if log.extent.offset < DATA_START or log.extent.end > size:
             place = f"bytes {DATA_START} to {size}"
             self._findings.error("F5", f"log of {where}", place, f"{log.extent}")
-        return [ReachedRun(log.extent.offset, log.extent.length, log.born, f"log of {where}")]
-
-    def _read_once(
-        self, pointer: Pointer, bounds: Bounds
-    ) -> tuple[FramedRecord, Contents | None] | None:
-        if pointer not in self._contents:
-            found = frame(self._subject, pointer, RecordKind.CONTENTS, "contents", bounds)
-            where = f"contents at byte {pointer.offset}"
-            self._contents[pointer] = (
-                None
-                if found is None
-                else (found, read_contents(self._findings, where, bytes(found.payload)))
-            )
-        return self._contents[pointer]
+        return [ReachedRun(log.extent, log.born, f"log of {where}")]
 
 
 def owners(counts: Rows) -> Column:
@@ -260,7 +230,7 @@ class Bytes:
                     if each.offset < DATA_START or each.end > self._medium.size
                 ]
                 self._findings.require(
-                    not outside and entry.commit <= seen.record.info.commit, "F17",
+                    not outside and entry.commit <= seen.record.info.commit, "F8",
                     f"{where}, entry {entry.number}", "patches of what was committed before",
                     f"commit {entry.commit}, {outside[:1]}",
                 )  # fmt: skip

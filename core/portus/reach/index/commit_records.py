@@ -1,72 +1,50 @@
-"""The records of one commit: their contents, their places, and their copies."""
+"""The records of one commit, their places, and their copies, which are far from them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from portus.engine.spec import Extent, VersionInfo
-from portus.reach.format.layout import (
-    BUNCHES,
-    COPY,
-    HEADER,
-    IN_PLACE,
-    LOGS,
-    VERSION_HEAD,
-    VERSION_ID_MAX,
-    RecordKind,
-)
-from portus.reach.index.catalogue import Catalogue, Model
+from portus.reach.format.layout import HEADER, VERSION_ID_MAX, RecordKind
+from portus.reach.index.catalogue import Catalogue
 from portus.reach.index.records import (
-    NOWHERE,
-    Copy,
     Pointer,
     Rows,
     VersionEntry,
     VersionLog,
     VersionRecord,
-    encode_copies,
-    encode_index,
-    encode_metrics,
-    encode_table,
+    encode_catalogue,
     encode_version,
     frame,
-    metrics_size,
     point,
 )
+
+_HIGH: Final = (1 << 63) - 1
+"""No number in a record is higher, and none takes more bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewVersion:
     """A version about to be committed, whose bytes are stored already.
 
-    ``contents``: a pointer to a contents record that a version in the catalogue uses, or the
-    payload of a new one. Rows as in the format; ``born`` 0 stands for this commit. ``inexact``,
+    Rows as in the format; ``born`` 0 stands for this commit. ``inexact``,
     ``metrics``: see ``VersionInfo``. ``log``: reserved pages of its own, or the log of the version
-    before it; ``has_bunches``: its entries may have bunches.
+    before it.
     """
 
     model: str
     step: int
     token: bytes
-    contents: Pointer | bytes
+    contents: bytes
     storages: Rows
     extents: Rows
     units: Rows
     inexact: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     log: VersionLog | None = None
-    has_bunches: bool = False
-
-    @property
-    def features(self) -> int:
-        """The incompat bits that the version needs."""
-        if self.log is None:
-            return 0
-        bunches = BUNCHES if self.has_bunches else 0
-        return LOGS | bunches | (IN_PLACE if self.log.in_place else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,108 +62,63 @@ class Change:
         return None if self.new is None else self.new.model
 
 
-@dataclass(frozen=True, slots=True)
-class Foundation:
-    """The parts that a commit takes over from the one before: the entries of each model, the
-    unchanged indices, and the existing copies. ``again``: records to copy once more, since they
-    have no copy, or they or their copies are ``damaged``."""
+class RecordArea:
+    """Records end to end, to be stored from ``offset`` on."""
 
-    models: Mapping[str, list[VersionEntry]]
-    indices: Mapping[str, Pointer]
-    copies: Sequence[Copy]
-    again: Sequence[tuple[RecordKind, bytes]]
-    damaged: frozenset[Pointer]
+    def __init__(self, offset: int) -> None:
+        self.offset: Final = offset
+        self.data = b""
 
-
-_COPIED: Final = (
-    RecordKind.MODEL_TABLE,
-    RecordKind.MODEL_INDEX,
-    RecordKind.CONTENTS,
-)
-"""The kinds of records that several versions depend on, and that are kept twice. A version's own
-record is kept once: a byte of it is as precious as a byte of its storages."""
+    def add(self, record: bytes) -> int:
+        """Add a record, and return its place."""
+        place = self.offset + len(self.data)
+        # ``rescue`` finds records at multiples of 8 only.
+        self.data += record + bytes(-len(record) % 8)
+        return place
 
 
 class CommitRecords:
-    """The records of one commit: first sized, then placed, then encoded."""
+    """The records of one commit: first sized, then placed."""
 
-    def __init__(
-        self, before: Catalogue, uuid: bytes, changes: Sequence[Change], kept: Foundation
-    ) -> None:
+    def __init__(self, before: Catalogue, uuid: bytes, changes: Sequence[Change]) -> None:
         self._before: Final = before
         self._uuid: Final = uuid
         self._new: Final = [change.new for change in changes if change.new is not None]
+        retire = set[int]().union(*(change.retire for change in changes))
+        self._kept: Final = [each for each in before.entries() if each.info.id not in retire]
         self._commit: Final = before.root.sequence + 1
-        self.kept: Final = kept
         self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
         """The new versions, once they are placed."""
-        self._parts: list[bytes] = []
-        self._copied: Final[list[tuple[RecordKind, bytes]]] = list(kept.again)
         # Sized before they are placed, since making room may change the pool's size and its root.
-        self.size, self.copies_size = self._measure()
+        self.size: Final = self._measure()
+        """Bytes of all records, at most, and of all copies."""
 
-    def place(self, offset: int, apart: int | None, pool_size: int) -> None:
-        """Place all records from ``offset`` on, and make the new catalogue.
+    def place(self, places: Sequence[RecordArea], pool_size: int) -> Catalogue:
+        """Place all records, and return the new catalogue.
 
-        apart: the place of the copies; None: there is no room for any.
+        places: for the records, and for their copies if there is room for any.
         pool_size: bytes of the pool, after room was made for the records.
         """
-        self._start = self._next = offset
-        kept, models = dict(self.kept.models), {}
+        self._places = places
         for new in self._new:
-            # Versions first: indices point to them, and the table to the indices.
-            kept[new.model] = [*kept.get(new.model, ()), self._add_version(new)]
-        for name, entries in kept.items():
-            if name in self.kept.indices:
-                models[name] = self._before.models[name]
-            elif entries:
-                pointer = self._add(RecordKind.MODEL_INDEX, encode_index(name, entries))
-                models[name] = Model(pointer, tuple(entries))
-        table = self._add(
-            RecordKind.MODEL_TABLE,
-            encode_table([(name, model.pointer) for name, model in models.items()]),
-        )
-        # Away from the first ones: neighbours would lie in the same block of a disk.
-        copies = tuple(self._placed_copies(apart))
+            # Versions first: the catalogue points to them.
+            self._add_version(new)
+        entries = [*self._kept, *(entry for entry, _ in self.made)]
         root = replace(
             self._before.root,
             sequence=self._commit,
             size=pool_size,
             next_version=self._before.root.next_version + len(self.made),
-            table=table,
-            copies=self._add(RecordKind.COPIES, encode_copies(copies)) if copies else NOWHERE,
+            catalogue=self._add(RecordKind.CATALOGUE, encode_catalogue(entries)),
         )
-        self.catalogue = Catalogue(root, models, copies)
-
-    def records(self) -> bytes:
-        """Return the bytes of all records, to be stored from the offset of ``place`` on."""
-        return b"".join(self._parts)
-
-    def copies(self) -> bytes:
-        """Return the bytes of all copies, to be stored from ``apart`` on."""
-        return b"".join(_pad(record) for _, record in self._copied)
-
-    def _placed_copies(self, apart: int | None) -> Iterator[Copy]:
-        yield from self.kept.copies
-        if apart is not None:
-            for kind, record in self._copied:
-                yield Copy(point(apart, record), self._commit, kind)
-                apart += len(_pad(record))
+        assert len(places[0].data) <= self.size, "records outgrew their measure"
+        return Catalogue.of(root, entries)
 
     def _add(self, kind: RecordKind, payload: bytes) -> Pointer:
         record = frame(kind, self._commit, self._uuid, payload)
-        pointer = point(self._next, record)
-        self._parts.append(_pad(record))
-        self._next += len(self._parts[-1])
-        assert self._next - self._start <= self.size, "records outgrew their measure"
-        if kind in _COPIED:
-            self._copied.append((kind, record))
-        return pointer
+        return point([each.add(record) for each in self._places], record)
 
-    def _add_version(self, new: NewVersion) -> VersionEntry:
-        contents = new.contents
-        if isinstance(contents, bytes):
-            contents = self._add(RecordKind.CONTENTS, contents)
+    def _add_version(self, new: NewVersion) -> None:
         storages = new.storages.copy()
         # Known only now: other commits may have been made since the storages were copied.
         storages["born"][storages["born"] == 0] = self._commit
@@ -205,37 +138,23 @@ class CommitRecords:
         log = new.log
         if log is not None and not log.born:
             log = replace(log, born=self._commit)
-        record = VersionRecord(info, contents, storages, new.extents, new.units, log)
-        entry = VersionEntry(info, self._add(RecordKind.VERSION, encode_version(record)))
-        self.made.append((entry, record))
-        return entry
+        record = VersionRecord(info, new.contents, storages, new.extents, new.units, log)
+        pointer = self._add(RecordKind.VERSION, encode_version(record))
+        self.made.append((VersionEntry(info, pointer), record))
 
-    def _measure(self) -> tuple[int, int]:
-        """Return upper bounds for the bytes of all records, and of all copies to write. They count
-        model indices and table as if no version were retired."""
-        names = list(self._before.models)
-        copied = [
-            96 * (len(entries) + 1) + 4 * len(name) + 24 + len(encode_metrics(entries))
-            for name, entries in self.kept.models.items()
-        ]
-        alone = []
+    def _measure(self) -> int:
+        """Return an upper bound: what the records take with numbers that could not be higher."""
+        entries, lengths = [*self._kept], list[int]()
+        there = Pointer(_HIGH, _HIGH, bytes(16), _HIGH)
         for new in self._new:
-            names.append(new.model)
-            if isinstance(new.contents, bytes):
-                copied.append(len(new.contents))
-            arrays = new.storages.nbytes + new.extents.nbytes + new.units.nbytes
-            log = 0 if new.log is None else new.log.size + 8
-            alone.append(VERSION_HEAD.size + arrays + 4 * len(new.model) + log)
-            entry = 96 + 4 * len(new.model) + 24  # in an index that may be new
-            copied.append(entry + metrics_size(new.metrics))
-        copied.append(8 + sum(48 + 4 * len(name) for name in names))
-        again = [len(record) for _, record in self.kept.again]
-        alone.append(8 + COPY.size * (len(self.kept.copies) + len(copied) + len(again)))
-        framing = HEADER.size + 8
-        records = sum(copied) + sum(alone) + framing * (len(copied) + len(alone))
-        return records, sum(copied) + framing * len(copied) + sum(again) + 8 * len(again)
-
-
-def _pad(record: bytes) -> bytes:
-    # ``rescue`` finds records at multiples of 8 only.
-    return record + bytes(-len(record) % 8)
+            info = VersionInfo(
+                *(new.model, _HIGH, _HIGH, new.step, bytes(16), _HIGH, _HIGH),
+                inexact=new.inexact,
+                metrics=new.metrics,
+            )
+            entries.append(VersionEntry(info, there))
+            log = None if new.log is None else replace(new.log, born=_HIGH)
+            record = VersionRecord(info, new.contents, new.storages, new.extents, new.units, log)
+            lengths.append(len(encode_version(record)))
+        lengths.append(len(encode_catalogue(entries)))
+        return sum(lengths) + (HEADER.size + 8) * len(lengths)

@@ -15,7 +15,7 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "F1": (
             "Both copies of the superblock MUST be whole, and equal. After a crash one of the "
-            "two MAY be torn, or have other feature bits."
+            "two MAY be torn."
         ),
         "F2": "Reserved fields and padding MUST be zero.",
         "F3": (
@@ -34,25 +34,24 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
         "F6": (
             "A record MUST begin at a multiple of 8, and have the magic, the kind that is "
             "expected there, a known kind version, the pool's uuid, and the length and the "
-            "digest of its pointer. It MUST NOT be of a later commit than its pointer."
+            "digest of its pointer, and so MUST its copy. It MUST NOT be of a later commit than "
+            "its pointer."
         ),
         "F7": (
-            "The names in a model table MUST be unique and sorted by their UTF-8, lie end to "
-            "end behind the entries, and end with the payload."
+            "A catalogue MUST list the versions of each model in ascending order of commit and of "
+            "id."
         ),
         "F8": (
-            "A model index MUST name the model that the table names, list at least one version,"
-            " in ascending order of commit and of id, and end with the payload, except for "
-            "metrics of its versions, in their order."
+            "A log MUST have whole pages of its own, and MUST NOT be born after the commit of "
+            "its version. Its entries MUST follow each other without gaps, stand on that commit"
+            " or an earlier one, and have the number of patches that they give, within the "
+            "pool."
         ),
         "F9": (
             "In the whole pool ids MUST be unique, from 1 to below `next_version`; tokens "
             "unique; commits of versions not above the root's sequence."
         ),
-        "F10": (
-            "A version record MUST agree with the model index, and end with the name, or with "
-            "its log behind it."
-        ),
+        "F10": "A version record MUST agree with the catalogue.",
         "F11": (
             "The extent entries and the unit digests of a version's storages MUST follow each "
             "other without gaps, extents MUST add up to their storage and be over 0, storages "
@@ -74,17 +73,6 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "A table of files MUST have the storages of the version. A shelf MUST name each of "
             "them once, and no other, with a dtype and sizes that take its bytes. A pickle MUST "
             "name each storage, and no other, and its tensors MUST lie within their storages."
-        ),
-        "F16": (
-            "The entries of a copies record MUST end with the payload. Each MUST refer to a "
-            "record of its kind, length and digest, and its commit MUST NOT be after that of "
-            "the copies record."
-        ),
-        "F17": (
-            "A log MUST have whole pages of its own, and MUST NOT be born after the commit of "
-            "its version. Its entries MUST follow each other without gaps, stand on that commit"
-            " or an earlier one, and have the number of patches that they give, within the "
-            "pool."
         ),
         "V1": "A page MUST NOT hold bytes of two commits.",
         "V4": (

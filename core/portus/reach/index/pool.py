@@ -20,9 +20,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final
 
 import numpy.typing as npt
 
@@ -33,33 +33,23 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import (
     DATA_START,
-    HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
     SUPERBLOCK_OFFSETS,
-    RecordKind,
 )
 from portus.reach.index.catalogue import (
     Catalogue,
     newest_catalogue,
     read_catalogue,
-    read_copies,
     read_version,
     version_runs,
 )
 from portus.reach.index.commit_queue import Line, RoomError
-from portus.reach.index.commit_records import Change, CommitRecords, Foundation, NewVersion
+from portus.reach.index.commit_records import Change, CommitRecords, NewVersion, RecordArea
 from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_records
 from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
-from portus.reach.index.records import (
-    NOWHERE,
-    Copy,
-    Pointer,
-    VersionEntry,
-    VersionRecord,
-    read_whole,
-)
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.roots import (
     Root,
     clear_slot,
@@ -78,12 +68,6 @@ from portus.reach.index.space import (
 from portus.reach.media.pool import Locks, SparseMedium
 
 _log: Final = logging.getLogger("portus")
-
-REFRESH_COMMITS: Final = 64
-"""Commits after which shared records are written again, so that rot spares some copy."""
-
-_COPIES_MAX: Final = 16 << 20
-"""Bytes of earlier records that one commit copies, at most; later commits copy the rest."""
 
 _GROWTH: Final = 2 << 20
 """Pools grow to a multiple of this many bytes, the size of a huge page."""
@@ -109,7 +93,7 @@ class PoolWriter(PoolReader):
         super().__init__(medium, locks)
         if not self.superblock.writable:
             raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
-        self._superblock = settle_superblock(medium, self.superblock)
+        settle_superblock(medium, self.superblock)
         self.max_bytes = max_bytes
         """Bytes to which the pool may grow from now on; None: no limit."""
         self.yields: Final[list[Callable[[], bool]]] = []
@@ -121,11 +105,9 @@ class PoolWriter(PoolReader):
         self.persist_s = 0.0
         """Seconds spent in the persists of commits."""
         self._space: Final = FreeSpace(medium, locks)
-        self._contents: Final[dict[int, Pointer]] = {}
         self._slots: Final[dict[int, Root]] = {}
         self._unsure: Final[set[int]] = set()
         """Slots with unknown contents: a store failed."""
-        self._damaged: Final[set[Pointer]] = set()
         self._cramped = False
         self.changed_by_others = False
         """True once another program has changed the pool, which is poisoned then."""
@@ -144,29 +126,6 @@ class PoolWriter(PoolReader):
 
     def _is_being_written(self) -> bool:
         return False  # by this one alone
-
-    def _copies(self) -> Sequence[Copy]:
-        return self.catalogue().copies
-
-    def is_sound(self, pointer: Pointer, kind: RecordKind) -> bool:
-        """Return whether the next commit may rely on a record of an earlier one: the record and its
-        copies are intact, and it is not due to be written again. Damage is an error in the log; the
-        next commit replaces the damaged copies, from an intact one."""
-        places = [pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))]
-        commit = None
-        # All of them: a copy must be intact before it is needed.
-        for place in places:
-            try:
-                header = HEADER.unpack(read_whole(self.medium, place, kind))
-            except (CorruptionError, MediumError) as error:
-                self._damaged.add(place)
-                _log.error("%s; it is rewritten", error)
-            else:
-                commit = cast(int, header["commit"])
-        if commit is None or not self._damaged.isdisjoint(places):
-            return False
-        # Old records are written again, before rot can reach all their copies.
-        return commit + REFRESH_COMMITS > self.catalogue().root.sequence
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
         """Return free space for ``length`` bytes, held until ``release`` or a commit that reaches
@@ -252,35 +211,28 @@ class PoolWriter(PoolReader):
         records, in the order of ``changes``. Raise ``RoomError`` if there is no room; fewer changes
         may fit."""
         with self._committing:
-            for change in changes:
-                self._declare(0 if change.new is None else change.new.features)
             # Under the lock, since a draft builds on the newest root and takes the next number.
             draft, area, apart = self._draft_commit(changes)
             try:
                 # Copies and one root slot, not libpmemobj's undo log: that admits one process only,
                 # and no test can record its stores (decision 0001).
-                draft.place(area[0].offset, apart[0].offset if apart else None, self.medium.size)
-                self.medium.store(area[0].offset, draft.records())
-                if apart:
-                    self.medium.store(apart[0].offset, draft.copies())
+                places = [RecordArea(each.offset) for each in (*area, *apart)]
+                catalogue = draft.place(places, self.medium.size)
+                for place in places:
+                    self.medium.store(place.offset, place.data)
                 data = [extent for change in changes for extent in change.data]
                 self._persist([*data, *area, *apart])  # V3: everything they reach, first
-                self._persist_root(draft.catalogue.root)  # V3: then their root
-                self._advance(draft)
+                self._persist_root(catalogue.root)  # V3: then their root
+                reach = {entry.info.id: version_runs(entry, made) for entry, made in draft.made}
+                # From here on, pages that only the root before the previous one reached are free
+                # (V10).
+                self._space.advance([catalogue, self._roots[0]], reach)
             finally:
                 # On failure too: whatever the slot may say, the medium is poisoned by then.
                 self.release(area)
                 self.release(apart)
         made = iter(draft.made)
         return [None if change.new is None else next(made)[1] for change in changes]
-
-    def _declare(self, features: int) -> None:
-        """Make programs that do not know incompat features refuse the pool from now on."""
-        # Durable before any record that needs it: an older program must refuse the pool.
-        if features & ~self.superblock.incompat:
-            self._look()
-            block = replace(self.superblock, incompat=self.superblock.incompat | features)
-            self._superblock = settle_superblock(self.medium, block)
 
     def _persist_root(self, root: Root) -> None:
         # The last moment: if another program committed to the pool, this would overwrite its root.
@@ -383,19 +335,14 @@ class PoolWriter(PoolReader):
         reached (V2, V10)."""
         newest = newest_catalogue(self.medium, self.superblock.uuid)
         # A damaged slot may be of a commit that was reported (decision 0071).
-        current = self._with_copies(self._ahead(newest))
-        if (
-            current.root.sequence > newest.root.sequence
-        ):  # it may be in caches only, or a part of it
-            everything = Extent(DATA_START, self.medium.size - DATA_START)
-            self.medium.persist([everything])
+        current = self._ahead(newest)
+        if current is not newest:  # it may be in caches only, or a part of it
+            self.medium.persist([Extent(DATA_START, self.medium.size - DATA_START)])
         # Once more: if only the process before died, that root may be in caches alone, and its
         # space must not be reused before it is durable (decision 0002).
         slot = store_root(self.medium, self.superblock.uuid, current.root)
         self._store_holder()
-        declared = SUPERBLOCK_OFFSETS if self.superblock.incompat else ()
-        # V2: before any space is reused. A bit that old programs must see may be in caches only.
-        self.medium.persist([slot, *(Extent(offset, PAGE) for offset in declared)])
+        self.medium.persist([slot])  # V2: before any space is reused
         self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
         roots = [current, *self._older(current)]
         entries = {entry.info.id: entry for each in reversed(roots) for entry in each.entries()}
@@ -416,21 +363,16 @@ class PoolWriter(PoolReader):
         for root in read_roots(self.medium, self.superblock.uuid):
             if root.sequence < current.root.sequence:
                 with contextlib.suppress(CorruptionError):
-                    return [self._with_copies(read_catalogue(self.medium, root))]
+                    return [read_catalogue(self.medium, root)]
         return []
-
-    def _with_copies(self, catalogue: Catalogue) -> Catalogue:
-        return replace(catalogue, copies=read_copies(self.medium, catalogue.root))
 
     def _reach_of(self, entry: VersionEntry) -> Runs:
         try:
-            record = read_version(self.medium, entry)
-            self._contents[entry.info.id] = record.contents
-            return version_runs(entry, record)
+            return version_runs(entry, read_version(self.medium, entry))
         except CorruptionError as error:
             # It can never be loaded again; only its record is kept, for `portus check` to name.
             _log.error("%s: version %d is lost: %s", self.medium.info.name, entry.info.id, error)
-            return extents_runs([entry.pointer.extent])
+            return extents_runs(entry.pointer.extents)
 
     def announce(self) -> str:
         """Make the name of this writer durable, so that processes on other machines see it, and
@@ -467,16 +409,14 @@ class PoolWriter(PoolReader):
                 return extents
 
     def _scrape(self, wanted: SpaceRequest, why: MediumError) -> list[Extent] | None:
-        """Return room where the pool cannot grow: from spared pages; by returning many small pieces
-        for one at the end; from copies of records, last."""
+        """Return room where the pool cannot grow: from spared pages, or by returning many small
+        pieces for one at the end."""
         extents = self._space.take(wanted)
         scattered = extents is None and wanted.contiguous and why.errno in OUT_OF_SPACE
         if scattered and self.give_back(wanted.pages * PAGE):
             with contextlib.suppress(MediumError):
                 self._grow(wanted.pages, contiguous=True)
                 extents = self._space.take(wanted)
-        if extents is None and self._drop_copies(wanted.pages):
-            extents = self._space.take(wanted)
         return extents
 
     def _settle(self) -> bool:
@@ -487,29 +427,13 @@ class PoolWriter(PoolReader):
         self._commit_again()
         return True
 
-    def _commit_again(self, *, copies: bool = True) -> None:
-        """Commit the same catalogue again, so that both slots reach it, and no other.
-
-        copies: False drops them.
-        """
+    def _commit_again(self) -> None:
+        """Commit the same catalogue again, so that both slots reach it, and no other."""
         current = self._roots[0]
         root = replace(current.root, sequence=current.root.sequence + 1)
         again = replace(current, root=root)
-        if not copies:
-            again = replace(current, root=replace(root, copies=NOWHERE), copies=())
-        self._persist_root(again.root)
+        self._persist_root(root)
         self._space.advance([again, current], {})
-
-    def _drop_copies(self, pages: int) -> bool:
-        """Drop all copies of records if that makes room for ``pages``, until there is other room.
-        Return False if it would not help."""
-        copies = [copy.pointer.extent for each in self._roots for copy in each.copies]
-        held = page_count(extents_runs(copies))
-        if not held or page_count(self._space.free()) + held < pages:
-            return False
-        self._commit_again(copies=False)
-        self._commit_again(copies=False)  # twice: both slots reach them
-        return True
 
     def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
         """Add pages: first those that were returned, then new ones at the end. Return their
@@ -581,15 +505,13 @@ class PoolWriter(PoolReader):
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
-            draft = CommitRecords(
-                before, self.superblock.uuid, changes, self._plan_foundation(before, changes)
-            )
+            draft = CommitRecords(before, self.superblock.uuid, changes)
             try:
                 area = self.reserve(draft.size, contiguous=True)
             except MediumError as error:
                 raise RoomError(error.errno, error.strerror) from error
             if self._roots[0] is before:
-                return draft, area, self._apart(draft.copies_size)
+                return draft, area, self._apart(draft.size)
             self.release(area)
 
     def _apart(self, length: int) -> list[Extent]:
@@ -610,66 +532,3 @@ class PoolWriter(PoolReader):
             )
         self._cramped = extents is None
         return extents or []
-
-    def _plan_foundation(self, before: Catalogue, changes: Sequence[Change]) -> Foundation:
-        """Return what a commit keeps of the catalogue before it, and what it writes again."""
-        retire = set[int]().union(*(change.retire for change in changes))
-        new = [change.new for change in changes if change.new is not None]
-        models = {
-            name: [entry for entry in model.versions if entry.info.id not in retire]
-            for name, model in before.models.items()
-        }
-        changed = {each.model for each in new}
-        indices = {
-            name: model.pointer
-            for name, model in before.models.items()
-            if name not in changed
-            and models[name] == list(model.versions)
-            and self.is_sound(model.pointer, RecordKind.MODEL_INDEX)
-        }
-        ids = [entry.info.id for entries in models.values() for entry in entries]
-        contents = [self._contents[version] for version in ids if version in self._contents]
-        contents += [each.contents for each in new if isinstance(each.contents, Pointer)]
-        wanted = dict.fromkeys(indices.values(), RecordKind.MODEL_INDEX)
-        wanted |= dict.fromkeys(contents, RecordKind.CONTENTS)
-        return self._add_copies(before, models, indices, wanted)
-
-    def _add_copies(
-        self,
-        before: Catalogue,
-        models: Mapping[str, list[VersionEntry]],
-        indices: Mapping[str, Pointer],
-        wanted: Mapping[Pointer, RecordKind],
-    ) -> Foundation:
-        """Return the foundation of a commit, with the existing copies of the records ``wanted``,
-        and the records that are still to be copied."""
-        damaged, room = frozenset(self._damaged), _COPIES_MAX
-        copies: dict[Copy, None] = {}
-        again: list[tuple[RecordKind, bytes]] = []
-        for pointer, kind in wanted.items():
-            there = [copy for copy in before.copies_of(pointer) if copy.pointer not in damaged]
-            copies.update(dict.fromkeys(there))
-            # A damaged record gets two copies: its own place is not stored to while a root reaches
-            # it (V1).
-            missing = (2 if pointer in damaged else 1) - len(there)
-            if missing > 0 and pointer.length * missing <= room:
-                room -= pointer.length * missing
-                again += [(kind, record) for record in self._whole(pointer, kind)] * missing
-        return Foundation(models, indices, tuple(copies), again, damaged)
-
-    def _whole(self, pointer: Pointer, kind: RecordKind) -> list[bytes]:
-        """Return a record, or a copy of it; nothing if all are damaged."""
-        for place in (pointer, *(copy.pointer for copy in self.catalogue().copies_of(pointer))):
-            with contextlib.suppress(CorruptionError, MediumError):
-                return [bytes(read_whole(self.medium, place, kind))]
-        return []
-
-    def _advance(self, draft: CommitRecords) -> None:
-        reach = {entry.info.id: version_runs(entry, record) for entry, record in draft.made}
-        # From here on, pages that only the root before the previous one reached are free (V10).
-        self._space.advance([draft.catalogue, self._roots[0]], reach)
-        for entry, record in draft.made:
-            self._contents[entry.info.id] = record.contents
-        for gone in self._contents.keys() - draft.catalogue.ids():
-            del self._contents[gone]
-        self._damaged.difference_update(draft.kept.damaged)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, StaleError
-from portus.reach.format.layout import DATA_START, RecordKind
+from portus.reach.format.layout import DATA_START
 from portus.reach.index.catalogue import (
     Catalogue,
     newest_catalogue,
-    read_copies,
     read_version,
     version_runs,
 )
-from portus.reach.index.records import Copy, VersionEntry, VersionRecord, read_copied
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.rescue import next_catalogue
 from portus.reach.index.roots import Root, Superblock, find_damaged_slot, read_superblock
 from portus.reach.index.space import Runs, alone, extents_runs, merge, page_count
@@ -97,14 +95,11 @@ class PoolReader:
         catalogue = self.catalogue()
         kept = [entry for entry in catalogue.entries() if entry.info.id not in but]
         reaches = [self._reach_of(entry) for entry in kept]
-        return DATA_START + page_count(merge([*reaches, self._record_runs(catalogue)])) * PAGE
+        return DATA_START + page_count(merge([*reaches, catalogue.record_runs])) * PAGE
 
     def spare_bytes(self) -> int:
         """Return the bytes that stay free when a writer returns space, see ``spare_pages``."""
-        return spare_pages(self._record_runs(self.catalogue())) * PAGE
-
-    def _record_runs(self, catalogue: Catalogue) -> Runs:
-        return replace(catalogue, copies=read_copies(self.medium, catalogue.root)).record_runs
+        return spare_pages(self.catalogue().record_runs) * PAGE
 
     def unique_bytes(self) -> dict[int, int]:
         """Return, for each version by its id, the bytes of the pages that no other version reaches,
@@ -117,7 +112,7 @@ class PoolReader:
         """Return the pages of a version; if its record is damaged, those of the record."""
         with contextlib.suppress(CorruptionError):
             return version_runs(entry, self.record(entry))
-        return extents_runs([entry.pointer.extent])
+        return extents_runs(entry.pointer.extents)
 
     @contextlib.contextmanager
     def pin(self, version: int) -> Iterator[VersionEntry]:
@@ -142,15 +137,6 @@ class PoolReader:
     def record(self, entry: VersionEntry) -> VersionRecord:
         """Return the record of a pinned version. Raise ``CorruptionError`` if it is damaged."""
         return read_version(self.medium, entry)
-
-    def contents(self, record: VersionRecord) -> bytes:
-        """Return the contents of a pinned version, as committed, or their copy. Raise
-        ``CorruptionError`` if all are damaged."""
-        found = read_copied(self.medium, record.contents, RecordKind.CONTENTS, self._copies)
-        return bytes(found)
-
-    def _copies(self) -> Sequence[Copy]:
-        return read_copies(self.medium, self.catalogue().root)
 
     def close(self) -> None:
         """Close the medium, the lock and the pins."""

@@ -1,7 +1,7 @@
 """A pool made of versions that were found without roots: see ``rescue``.
 
-Their records and bytes stay in place, or are copied to the same places of a new medium. Their
-indices and roots are written again, after all of them. So ids, tokens, commits and times stay the
+Their records and bytes stay in place, or are copied to the same places of a new medium. The
+catalogue and roots are written again, after all of them. So ids, tokens, commits and times stay the
 same, pointers find the versions again, and versions still share what they shared.
 """
 
@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
-from portus.reach.format.layout import (
-    BUNCHES,
-    DATA_START,
-    HEADER,
-    IN_PLACE,
-    LOGS,
-    SUPERBLOCK_OFFSETS,
-    RecordKind,
-)
+from portus.reach.format.layout import DATA_START, SUPERBLOCK_OFFSETS, RecordKind
 from portus.reach.index.catalogue import version_runs
-from portus.reach.index.check_catalogue import load
-from portus.reach.index.records import Pointer, encode_index, encode_table, frame, point
+from portus.reach.index.commit_records import RecordArea
+from portus.reach.index.records import encode_catalogue, frame, point
 from portus.reach.index.rescue import CHUNK, RecoverableVersion
 from portus.reach.index.roots import Root, Superblock, store_root, store_superblock
 from portus.reach.index.space import EMPTY, Runs, extents_runs, merge, page_count, runs_of
 
 
-def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
+def choose(found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
     """Return those of some intact versions that can be in one pool: of the same pool as most, each
     id and token once, no page of two commits.
 
@@ -44,7 +35,7 @@ def choose(medium: Medium, found: Sequence[RecoverableVersion]) -> list[Recovera
     kept: list[RecoverableVersion] = []
     own = [each for each in found if each.uuid == uuid]
     for each in sorted(own, key=lambda each: each.record.info.time_ns, reverse=True):
-        info, pages = each.record.info, _pages_by_commit(medium, each)
+        info, pages = each.record.info, _pages_by_commit(each)
         if info.id in ids or info.token in tokens or _meets(pages, taken):
             continue
         ids.add(info.id)
@@ -65,7 +56,7 @@ def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Ext
 
 
 def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
-    """Write the indices, table, both roots and superblock for ``versions``, whose bytes and records
+    """Write the catalogue, both roots and superblock for ``versions``, whose bytes and records
     ``medium`` has. Durable on return; all other space is free.
 
     versions: as ``choose`` returns them, one at least. Raises ``MediumError``; then the medium is
@@ -73,36 +64,22 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     """
     uuid = versions[0].uuid
     sequence = max(each.record.info.commit for each in versions) + 1
-    models: dict[str, list[RecoverableVersion]] = {}
-    for each in versions:
-        models.setdefault(each.record.info.model, []).append(each)
-    place = medium.size + -medium.size % PAGE
-    data = b""
-
-    def add(kind: RecordKind, payload: bytes) -> Pointer:
-        nonlocal data
-        record = frame(kind, sequence, uuid, payload)
-        pointer = point(place + len(data), record)
-        data += record + bytes(-len(record) % 8)
-        return pointer
-
-    rows = [
-        (name, add(RecordKind.MODEL_INDEX, encode_index(name, [each.entry for each in entries])))
-        for name, entries in models.items()
-    ]
-    table = add(RecordKind.MODEL_TABLE, encode_table(rows))
-    medium.grow(place + len(data) + -len(data) % PAGE)
-    medium.store(place, data)
+    area = RecordArea(medium.size + -medium.size % PAGE)
+    record = frame(
+        RecordKind.CATALOGUE, sequence, uuid, encode_catalogue(each.entry for each in versions)
+    )
+    catalogue = point([area.add(record), area.add(record)], record)
+    end = area.offset + len(area.data)
+    medium.grow(end + -end % PAGE)
+    medium.store(area.offset, area.data)
     # Durable before the header is cleared: until then the pool can be rescued again.
     medium.persist([Extent(DATA_START, medium.size - DATA_START)])
     next_version = max(each.record.info.id for each in versions) + 1
     medium.store(0, bytes(DATA_START))
     # Both slots: a blank one would count as damaged.
     for number in (sequence, sequence + 1):
-        store_root(medium, uuid, Root(number, next_version, medium.size, table))
-    logs = [each.record.log for each in versions if each.record.log is not None]
-    features = (LOGS | BUNCHES if logs else 0) | (IN_PLACE if any(x.in_place for x in logs) else 0)
-    block = Superblock(uuid, time.time_ns(), incompat=features)
+        store_root(medium, uuid, Root(number, next_version, medium.size, catalogue))
+    block = Superblock(uuid, time.time_ns())
     for offset in SUPERBLOCK_OFFSETS:
         store_superblock(medium, block, offset)
     medium.persist([Extent(0, DATA_START)])
@@ -112,13 +89,11 @@ def _reach(found: RecoverableVersion) -> Runs:
     return version_runs(found.entry, found.record)
 
 
-def _pages_by_commit(medium: Medium, found: RecoverableVersion) -> dict[int, Runs]:
+def _pages_by_commit(found: RecoverableVersion) -> dict[int, Runs]:
     """Return the pages that a version reaches, by the commit that wrote them."""
     record = found.record
     parts: list[tuple[int, Runs]] = []
-    for pointer in (found.entry.pointer, record.contents):
-        header = HEADER.unpack(load(medium, pointer.offset, HEADER.size))
-        parts.append((cast(int, header["commit"]), extents_runs([pointer.extent])))
+    parts.append((record.info.commit, extents_runs(found.entry.pointer.extents)))
     for born in set(record.storages["born"].tolist()):
         extents = [
             extent

@@ -1,42 +1,37 @@
 """Typed records on a medium: how they are framed, found again, and turned into values.
 
 A record is a header, then a payload. A pointer to a record holds its offset, length and digest
-(``Pointer``). So a record that is read is the intended one, and complete.
+(``Pointer``). So a record that is read is the intended one, and complete. Payloads of catalogues
+and versions are in msgpack.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, cast
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import Meta
 
-from portus.engine.format.checksum import unit_count
-from portus.engine.format.record import Value
+from portus.engine.format.checksum import DIGEST_SIZE, unit_count
+from portus.engine.format.record import Record
 from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import (
-    COPY,
     EXTENT,
     HEADER,
-    INDEX_ENTRY,
-    INEXACT,
     KIND_VERSION,
-    LOG,
     NAME_SIZE_MAX,
-    PLACED,
     RECORD_MAGIC,
     RECORD_SIZE_MAX,
     STORAGE,
-    TABLE_ENTRY,
     UNIT_DIGEST,
-    VERSION_HEAD,
-    VERSION_ID_MAX,
     RecordKind,
 )
 from portus.reach.media.pool import ReadableMedium
@@ -51,35 +46,32 @@ CELLS: Final = tuple(1 << shift for shift in range(13))
 
 Rows = npt.NDArray[np.void]
 
+_Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Name = Annotated[str, Meta(max_length=NAME_SIZE_MAX)]
 
-@dataclass(frozen=True, slots=True)
-class Pointer:
-    """The place of a record, and its digest. Offset 0 points nowhere."""
 
-    offset: int
-    length: int
-    digest: bytes
+class Pointer(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a record, its digest, and the place of its copy; 0 if it has none. Offset 0
+    points nowhere."""
+
+    offset: _Number
+    length: _Number
+    digest: _Bytes16
+    copy: _Number = 0
 
     @property
-    def extent(self) -> Extent:
-        return Extent(self.offset, self.length)
+    def extents(self) -> list[Extent]:
+        """The record, and its copy if it has one."""
+        return [Extent(each, self.length) for each in (self.offset, self.copy) if each]
 
 
 NOWHERE: Final = Pointer(0, 0, bytes(16))
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Another place of a record that a root reaches. ``commit``: the one that wrote it."""
-
-    pointer: Pointer
-    commit: int
-    kind: RecordKind
-
-
-@dataclass(frozen=True, slots=True)
 class VersionEntry:
-    """A version as its model's index lists it."""
+    """A version as the catalogue lists it."""
 
     info: VersionInfo
     pointer: Pointer
@@ -90,9 +82,9 @@ class InPlaceStorage:
     """A storage that is changed in place. ``cell``: the bytes that are changed, logged and hashed
     together. ``digests``: the storage with the digests of its units; see ``in_place``."""
 
-    storage: int
-    cell: int
-    digests: int
+    storage: _Number
+    cell: _Number
+    digests: _Number
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +97,22 @@ class VersionLog:
     """
 
     extent: Extent
-    name: bytes
-    born: int
-    entries: int
+    name: _Bytes16
+    born: _Number
+    entries: _Number
     in_place: tuple[InPlaceStorage, ...] = ()
-
-    @property
-    def size(self) -> int:
-        """Bytes of the log in the record of its version."""
-        return LOG.size + len(self.in_place) * PLACED.size
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """The record of one version: everything except its bytes and its contents.
+    """The record of one version: everything except its bytes.
 
-    ``info``: facts that only the model's index holds are set if the record was read with that.
-    ``storages``, ``extents`` and ``units``: arrays of the format's rows of those names. ``log``:
-    None for a version that cannot change after its commit.
+    ``contents``: what its storages are. ``storages``, ``extents`` and ``units``: arrays of the
+    format's rows of those names. ``log``: None for a version that cannot change after its commit.
     """
 
     info: VersionInfo
-    contents: Pointer
+    contents: bytes
     storages: Rows
     extents: Rows
     units: Rows
@@ -142,81 +128,66 @@ class VersionRecord:
 
 def frame(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
     """Return a record: header and payload."""
-    start, found = _start(kind, commit, uuid, payload)
-    return start + found + payload
-
-
-def digest_of(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
-    """Return the digest that a pointer to the record has."""
-    return _start(kind, commit, uuid, payload)[1]
-
-
-def _start(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> tuple[bytes, bytes]:
-    """Return the header of a record except its digest, and the digest."""
-    blank = HEADER.pack(
+    start = HEADER.pack(
         magic=RECORD_MAGIC,
         kind=int(kind),
         kind_version=KIND_VERSION,
         length=len(payload),
         commit=commit,
         uuid=uuid,
-    )
-    hasher = xxhash.xxh3_128(blank[:-16])
-    hasher.update(payload)
-    return blank[:-16], hasher.digest()
+    )[:-DIGEST_SIZE]
+    return start + _digest(start, payload) + payload
 
 
-def point(offset: int, record: bytes) -> Pointer:
-    """Return the pointer to ``record`` at ``offset``."""
-    return Pointer(offset, len(record), record[HEADER.size - 16 : HEADER.size])
+def point(places: Sequence[int], record: bytes) -> Pointer:
+    """Return the pointer to ``record`` at the first of ``places``, and to its copy at the second,
+    if there is one."""
+    found = record[HEADER.size - DIGEST_SIZE : HEADER.size]
+    return Pointer(places[0], len(record), found, *places[1:])
 
 
-def read(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
-    """Return the payload of a record, checked. Raise ``CorruptionError`` naming kind and place."""
-    return read_whole(medium, pointer, kind)[HEADER.size :]
-
-
-def read_copied(
+def read(
     medium: ReadableMedium,
     pointer: Pointer,
     kind: RecordKind,
-    copies: Callable[[], Sequence[Copy]],
     say: Callable[[str], None] = _log.error,
 ) -> memoryview:
-    """Return the payload of a record, or of an intact copy if the record is damaged.
+    """Return the payload of a record, checked; of its copy if the record is damaged.
 
-    copies: called only then. say: receives a message about the damage. Raises as ``read`` if no
-    copy is intact.
+    say: receives a message about the damage. Raises ``CorruptionError`` naming kind and place if
+    the copy is damaged too, or there is none.
     """
     try:
-        return read(medium, pointer, kind)
+        return read_whole(medium, pointer, kind, pointer.offset)[HEADER.size :]
     except (CorruptionError, MediumError) as error:
-        for copy in copies():
-            if copy.pointer.digest == pointer.digest:
-                try:
-                    payload = read(medium, copy.pointer, kind)
-                except (CorruptionError, MediumError):
-                    continue
-                say(f"{error}; read from its copy at byte {copy.pointer.offset}")
-                return payload
-        raise
+        if not pointer.copy:
+            raise
+        try:
+            record = read_whole(medium, pointer, kind, pointer.copy)
+        except (CorruptionError, MediumError):
+            raise error from None
+        say(f"{error}; read from its copy at byte {pointer.copy}")
+        return record[HEADER.size :]
 
 
-def read_whole(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> memoryview:
-    """Return a record, header and payload, checked. Raises as ``read``."""
-    where = f"{kind.name.lower().replace('_', ' ')} record at byte {pointer.offset}"
+def read_whole(
+    medium: ReadableMedium, pointer: Pointer, kind: RecordKind, offset: int
+) -> memoryview:
+    """Return a record, header and payload, checked: the one at ``offset``, one of the two places
+    of a pointer. Raises as ``read``."""
+    where = f"{kind.name.lower()} record at byte {offset}"
     # Checked before memory is taken for it.
     if not HEADER.size <= pointer.length <= RECORD_SIZE_MAX:
         raise CorruptionError(f"{where}: length {pointer.length} is out of range")
-    if pointer.offset + pointer.length > medium.size:
+    if offset + pointer.length > medium.size:
         raise CorruptionError(
-            f"{where}: ends at byte {pointer.offset + pointer.length}, but the pool "
+            f"{where}: ends at byte {offset + pointer.length}, but the pool "
             f"{medium.info.name} has {medium.size}; was it truncated?"
         )
     data = memoryview(bytearray(pointer.length))
-    medium.load(pointer.offset, data)
+    medium.load(offset, data)
     header = HEADER.unpack(data)
-    found = _digest(data)
+    found = _digest(data[: HEADER.size - DIGEST_SIZE], data[HEADER.size :])
     # Compared with the pointer: an older record at this place matches its own digest, too.
     if found != pointer.digest or header["digest"] != pointer.digest:
         raise CorruptionError(
@@ -231,197 +202,70 @@ def read_whole(medium: ReadableMedium, pointer: Pointer, kind: RecordKind) -> me
     return data.toreadonly()
 
 
-def _digest(record: memoryview) -> bytes:
-    hasher = xxhash.xxh3_128(record[: HEADER.size - 16])
-    hasher.update(record[HEADER.size :])
+def _digest(start: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+    hasher = xxhash.xxh3_128(start)
+    hasher.update(payload)
     return hasher.digest()
 
 
-def encode_table(entries: Sequence[tuple[str, Pointer]]) -> bytes:
-    """Return the payload of a model table: a count, the entries sorted by name, the names."""
-    names, rows, offset = [], [], 0
-    for name, pointer in sorted(entries):
-        raw = name.encode("utf-8")
-        rows.append(TABLE_ENTRY.pack(**_fields(pointer), name_offset=offset, name_length=len(raw)))
-        names.append(raw)
-        offset += len(raw)
-    return len(rows).to_bytes(8, "little") + b"".join(rows) + b"".join(names)
+_FACTS: Final = attrgetter(*(each.name for each in fields(VersionInfo)))
+
+_Facts = tuple[_Name, _Number, _Number, int, _Bytes16, int, _Number, bool, dict[str, float]]
+"""Those of ``VersionInfo``, in its order."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_entry_rows: Final = msgspec.msgpack.Decoder(list[tuple[_Facts, Pointer]])
+_version_row: Final = msgspec.msgpack.Decoder(
+    tuple[_Facts, bytes, memoryview, memoryview, memoryview, VersionLog | None]
+)
+
+_Decoded = TypeVar("_Decoded")
 
 
-def decode_table(payload: memoryview) -> list[tuple[str, Pointer]]:
-    """Return the models and their indices. Raise ``CorruptionError`` if the table is damaged."""
-    count = int.from_bytes(payload[:8], "little")
-    _fits("model table", count, TABLE_ENTRY.size, len(payload) - 8)
-    names = payload[8 + count * TABLE_ENTRY.size :]
-    found = []
-    for index in range(count):
-        row = TABLE_ENTRY.unpack(payload, 8 + index * TABLE_ENTRY.size)
-        start, length = _int(row, "name_offset"), _int(row, "name_length")
-        found.append((_name(names, start, length), pointer_of(row)))
-    return found
-
-
-def encode_index(model: str, entries: Sequence[VersionEntry]) -> bytes:
-    """Return the payload of a model index: name length, count, the name padded to 8, the entries,
-    and their metrics."""
-    rows = [
-        INDEX_ENTRY.pack(
-            **_info_fields(entry.info),
-            flags=INEXACT if entry.info.inexact else 0,
-            **_fields(entry.pointer),
-        )
-        for entry in entries
-    ]
-    raw = model.encode("utf-8")
-    return (
-        len(raw).to_bytes(8, "little")
-        + len(rows).to_bytes(8, "little")
-        + raw
-        + bytes(-len(raw) % 8)
-        + b"".join(rows)
-        + encode_metrics(entries)
-    )
-
-
-def encode_metrics(entries: Sequence[VersionEntry]) -> bytes:
-    """Return the bytes after the entries of a model index: none if no version has metrics."""
-    said = {str(each.info.id): dict(each.info.metrics) for each in entries if each.info.metrics}
-    return _metrics_encoder.encode(said) if said else b""
-
-
-def metrics_size(metrics: Mapping[str, float]) -> int:
-    """Return an upper bound of the bytes that one version adds to ``encode_metrics``."""
-    longest = str(VERSION_ID_MAX)
-    return len(_metrics_encoder.encode({longest: dict(metrics)})) if metrics else 0
-
-
-def decode_index(payload: memoryview) -> list[VersionEntry]:
-    """Return the versions of one model, oldest commit first. Raise ``CorruptionError``."""
-    length = int.from_bytes(payload[:8], "little")
-    count = int.from_bytes(payload[8:16], "little")
-    model = _name(payload[16:], 0, length)
-    start = 16 + length + -length % 8
-    _fits("model index", count, INDEX_ENTRY.size, len(payload) - start)
-    metrics = _decode_metrics(payload[start + count * INDEX_ENTRY.size :])
-    entries = []
-    for index in range(count):
-        row = INDEX_ENTRY.unpack(payload, start + index * INDEX_ENTRY.size)
-        info = _info(model, row, inexact=bool(_int(row, "flags") & INEXACT))
-        if metrics:
-            info = replace(info, metrics=metrics.get(str(info.id), {}))
-        entries.append(VersionEntry(info, pointer_of(row)))
-    return entries
-
-
-def _decode_metrics(data: memoryview) -> dict[str, dict[str, float]]:
-    if not len(data):
-        return {}
+def _decode(decoder: msgspec.msgpack.Decoder[_Decoded], payload: memoryview, what: str) -> _Decoded:
     try:
-        return _metrics_decoder.decode(data)
+        return decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptionError(f"model index: metrics: {error}") from error
+        raise CorruptionError(f"{what}: {error}") from error
+
+
+def encode_catalogue(entries: Iterable[VersionEntry]) -> bytes:
+    """Return the payload of a catalogue."""
+    return _encode([(_FACTS(entry.info), entry.pointer) for entry in entries])
+
+
+def decode_catalogue(payload: memoryview) -> list[VersionEntry]:
+    """Return the versions in a catalogue. Raise ``CorruptionError`` if it is damaged."""
+    rows = _decode(_entry_rows, payload, "catalogue")
+    return [VersionEntry(VersionInfo(*facts), pointer) for facts, pointer in rows]
 
 
 def encode_version(record: VersionRecord) -> bytes:
-    """Return the payload of a version: head, storages, extents, units, model's name, log."""
-    raw = record.info.model.encode("utf-8")
-    head = VERSION_HEAD.pack(
-        **_info_fields(record.info),
-        **_fields(record.contents, "contents_"),
-        storages=len(record.storages),
-        extents=len(record.extents),
-        units=len(record.units),
-        name_length=len(raw),
-    )
-    arrays = (record.storages.tobytes(), record.extents.tobytes(), record.units.tobytes())
-    log = b"" if record.log is None else bytes(-len(raw) % 8) + _encode_log(record.log)
-    return b"".join((head, *arrays, raw, log))
+    """Return the payload of a version."""
+    rows = (record.storages.tobytes(), record.extents.tobytes(), record.units.tobytes())
+    return _encode((_FACTS(record.info), record.contents, *rows, record.log))
 
 
 def decode_version(payload: memoryview) -> VersionRecord:
     """Return the record of a version. Raise ``CorruptionError`` if its parts do not fit."""
-    head = VERSION_HEAD.unpack(payload)
-    counts = [_int(head, name) for name in ("storages", "extents", "units")]
-    offset, arrays = VERSION_HEAD.size, []
-    for table, count in zip((STORAGE, EXTENT, UNIT_DIGEST), counts, strict=True):
-        _fits(table.name, count, table.size, len(payload) - offset)
-        arrays.append(table.array(payload, offset, count))
-        offset += count * table.size
-    length = _int(head, "name_length")
-    model = _name(payload[offset:], 0, length)
-    storages, extents, units = arrays
+    facts, contents, storages, extents, units, log = _decode(_version_row, payload, "version")
     record = VersionRecord(
-        _info(model, head),
-        pointer_of(head, "contents_"),
-        storages,
-        extents,
-        units,
-        _decode_log(payload, offset + length + -length % 8),
+        VersionInfo(*facts),
+        contents,
+        _rows(storages, STORAGE),
+        _rows(extents, EXTENT),
+        _rows(units, UNIT_DIGEST),
+        log,
     )
     _check_arrays(record)
-    _check_placed(record)
+    _check_log(record)
     return record
 
 
-def _encode_log(log: VersionLog) -> bytes:
-    row = LOG.pack(
-        offset=log.extent.offset,
-        length=log.extent.length,
-        name=log.name,
-        born=log.born,
-        entries=log.entries,
-        in_place=len(log.in_place),
-    )
-    placed = [
-        PLACED.pack(storage=each.storage, cell=each.cell, digests=each.digests)
-        for each in log.in_place
-    ]
-    return b"".join((row, *placed))
-
-
-def _decode_log(payload: memoryview, offset: int) -> VersionLog | None:
-    if len(payload) - offset < LOG.size:
-        return None
-    row = LOG.unpack(payload, offset)
-    count, rest = _int(row, "in_place"), len(payload) - offset - LOG.size
-    if count * PLACED.size != rest:
-        raise CorruptionError(f"a log says {count} in-place rows, and has {rest} bytes of them")
-    extent = Extent(_int(row, "offset"), _int(row, "length"))
-    if extent.offset % PAGE or extent.length % PAGE or extent.end > _SUM_MAX:
-        raise CorruptionError(f"a log is not in whole pages: {extent}")
-    rows = [PLACED.unpack(payload, offset + LOG.size + i * PLACED.size) for i in range(count)]
-    placed = tuple(
-        InPlaceStorage(_int(each, "storage"), _int(each, "cell"), _int(each, "digests"))
-        for each in rows
-    )
-    return VersionLog(extent, _bytes(row, "name"), _int(row, "born"), _int(row, "entries"), placed)
-
-
-def encode_copies(copies: Sequence[Copy]) -> bytes:
-    """Return the payload of a copies record: a count, the entries."""
-    rows = [
-        COPY.pack(**_fields(copy.pointer), commit=copy.commit, kind=int(copy.kind))
-        for copy in copies
-    ]
-    return len(rows).to_bytes(8, "little") + b"".join(rows)
-
-
-def decode_copies(payload: memoryview) -> tuple[Copy, ...]:
-    """Return the copies in a payload. Raise ``CorruptionError`` if it is damaged."""
-    count = int.from_bytes(payload[:8], "little")
-    _fits("copies record", count, COPY.size, len(payload) - 8)
-    rows = [COPY.unpack(payload, 8 + index * COPY.size) for index in range(count)]
-    try:
-        return tuple(
-            Copy(pointer_of(row), _int(row, "commit"), RecordKind(_int(row, "kind")))
-            for row in rows
-        )
-    except ValueError as error:
-        raise CorruptionError(f"copies record: {error}") from error
-
-
-_metrics_encoder = msgspec.json.Encoder()
-_metrics_decoder = msgspec.json.Decoder(dict[str, dict[str, float]])
+def _rows(data: memoryview, table: Record) -> Rows:
+    if len(data) % table.size:
+        raise CorruptionError(f"version: {len(data)} bytes are no rows of {table.name}")
+    return np.frombuffer(data, table.dtype)
 
 
 def _check_arrays(record: VersionRecord) -> None:
@@ -450,73 +294,18 @@ def _check_arrays(record: VersionRecord) -> None:
         raise CorruptionError(f"version {record.info.id}: unit digests do not follow each other")
 
 
-def _fields(pointer: Pointer, prefix: str = "") -> dict[str, Value]:
-    return {
-        prefix + "offset": pointer.offset,
-        prefix + "length": pointer.length,
-        prefix + "digest": pointer.digest,
-    }
-
-
-def pointer_of(row: dict[str, Value], prefix: str = "") -> Pointer:
-    """Return the pointer from its three fields in a row of a table."""
-    return Pointer(
-        _int(row, prefix + "offset"), _int(row, prefix + "length"), _bytes(row, prefix + "digest")
-    )
-
-
-def _info_fields(info: VersionInfo) -> dict[str, Value]:
-    return {
-        "id": info.id,
-        "commit": info.commit,
-        "step": info.step,
-        "time_ns": info.time_ns,
-        "token": info.token,
-        "size": info.size,
-    }
-
-
-def _info(model: str, row: dict[str, Value], *, inexact: bool = False) -> VersionInfo:
-    return VersionInfo(
-        model=model,
-        id=_int(row, "id"),
-        commit=_int(row, "commit"),
-        step=_int(row, "step"),
-        token=_bytes(row, "token"),
-        time_ns=_int(row, "time_ns"),
-        size=_int(row, "size"),
-        inexact=inexact,
-    )
-
-
-def _int(row: dict[str, Value], name: str) -> int:
-    return cast(int, row[name])
-
-
-def _bytes(row: dict[str, Value], name: str) -> bytes:
-    return cast(bytes, row[name])
-
-
-def _name(names: memoryview, start: int, length: int) -> str:
-    if length > NAME_SIZE_MAX or start + length > len(names):
-        raise CorruptionError(f"a model's name of {length} bytes at {start} is out of range")
-    try:
-        return str(names[start : start + length], "utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptionError(f"a model's name is not UTF-8: {error}") from error
-
-
-def _fits(what: str, count: int, size: int, room: int) -> None:
-    if count * size > room:
-        raise CorruptionError(f"{what}: {count} entries do not fit in {room} bytes")
-
-
-def _check_placed(record: VersionRecord) -> None:
-    """Raise ``CorruptionError`` unless each storage that is changed in place is one extent, of
-    whole cells, with a digest for each unit."""
+def _check_log(record: VersionRecord) -> None:
+    """Raise ``CorruptionError`` unless a log has whole pages, and each storage that is changed in
+    place is one extent, of whole cells, with a digest for each unit."""
     lengths, log = record.storages["length"].astype(np.int64), record.log
+    if log is None:
+        return
+    if log.extent.offset % PAGE or log.extent.length % PAGE or log.extent.end > _SUM_MAX:
+        raise CorruptionError(
+            f"version {record.info.id}: a log is not in whole pages: {log.extent}"
+        )
     kinds: dict[int, str] = {}
-    for each in () if log is None else log.in_place:
+    for each in log.in_place:
         if each.storage in kinds or each.digests in kinds:
             raise CorruptionError(f"version {record.info.id}: {each} is there twice")
         kinds |= {each.storage: "in place", each.digests: "digests"}

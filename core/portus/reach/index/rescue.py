@@ -9,12 +9,14 @@ overwritten. Their bytes may be overwritten: call ``is_whole`` before use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
+from msgspec import structs
 
+from portus.engine.format.record import Value
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -37,7 +39,6 @@ from portus.reach.index.records import (
     VersionEntry,
     VersionRecord,
     decode_version,
-    read,
     read_whole,
 )
 from portus.reach.index.roots import read_superblock
@@ -73,23 +74,16 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
         uuid = None
     found: list[RecoverableVersion] = []
     everything = [Extent(DATA_START, max(0, medium.size - DATA_START))]
-    for pointer, _ in _pointers(medium, uuid, RecordKind.VERSION, everything, chunk):
-        try:
-            whole = read_whole(medium, pointer, RecordKind.VERSION)
+    for pointer, whole in _intact(medium, uuid, RecordKind.VERSION, everything, chunk):
+        with contextlib.suppress(CorruptionError):  # it only looks like a record
             record = decode_version(whole[HEADER.size :])
-        except (CorruptionError, UsageError):
-            continue  # it only looks like a record
-        owner = cast(bytes, HEADER.unpack(whole)["uuid"])
-        found.append(RecoverableVersion(VersionEntry(record.info, pointer), record, owner))
+            owner = cast(bytes, HEADER.unpack(whole)["uuid"])
+            found.append(RecoverableVersion(VersionEntry(record.info, pointer), record, owner))
     return sorted(found, key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
-    """Return whether a version still has its contents and all its bytes, which are read."""
-    try:
-        read(medium, record.contents, RecordKind.CONTENTS)
-    except (CorruptionError, MediumError, UsageError):
-        return False
+    """Return whether a version still has all its bytes, which are read."""
     ends = record.extents["offset"] + record.extents["length"]
     if len(ends) and max(int(ends.max()), int(record.extents["offset"].max())) > medium.size:
         return False
@@ -124,10 +118,9 @@ def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue |
     runs = [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
     sequence = known.root.sequence + 1
     found: list[Catalogue] = []
-    for pointer, commit in _pointers(medium, uuid, RecordKind.MODEL_TABLE, runs, CHUNK):
-        if commit == sequence:
-            with contextlib.suppress(CorruptionError, UsageError):
-                found.append(_follow(medium, known, pointer))
+    for pointer, _ in _intact(medium, uuid, RecordKind.CATALOGUE, runs, commit=sequence):
+        with contextlib.suppress(CorruptionError, UsageError):
+            found.append(_follow(medium, known, pointer))
     # Of two, the first was tried before it, and given up.
     return max(found, key=_time_ns_of, default=None)
 
@@ -136,14 +129,13 @@ def _time_ns_of(catalogue: Catalogue) -> int:
     return max((entry.info.time_ns for entry in catalogue.entries()), default=0)
 
 
-def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
-    """Return the catalogue of ``table``. Raise ``CorruptionError`` if new parts are damaged."""
+def _follow(medium: Medium, known: Catalogue, pointer: Pointer) -> Catalogue:
+    """Return the catalogue at ``pointer``. Raise ``CorruptionError`` if new parts are damaged."""
     root = replace(
         known.root,
         sequence=known.root.sequence + 1,
         size=medium.size - medium.size % PAGE,
-        table=table,
-        copies=NOWHERE,
+        catalogue=pointer,
     )
     found = read_catalogue(medium, root)
     ids = known.ids()
@@ -157,35 +149,48 @@ def _follow(medium: Medium, known: Catalogue, table: Pointer) -> Catalogue:
     return replace(found, root=root)
 
 
-def _pointers(
-    medium: Medium, uuid: bytes | None, kind: RecordKind, runs: Sequence[Extent], chunk: int
-) -> Iterator[tuple[Pointer, int]]:
-    """Yield pointer and commit of all in ``runs`` that looks like a record of a kind."""
-    size = medium.size
+def _intact(
+    medium: Medium,
+    uuid: bytes | None,
+    kind: RecordKind,
+    runs: Sequence[Extent],
+    chunk: int = CHUNK,
+    commit: int | None = None,
+) -> list[tuple[Pointer, memoryview]]:
+    """Return the intact records of a kind in ``runs``, each once, with pointers that have its copy.
+    commit: only those of that commit."""
+    found: dict[bytes, tuple[Pointer, memoryview]] = {}
     for run in runs:
         for start in range(run.offset, run.end, chunk):
             data = load(medium, start, min(chunk, run.end - start))
             place = data.find(RECORD_MAGIC)
             while place >= 0:
-                if place % _ALIGNMENT == 0 and start + place + HEADER.size <= size:
-                    found = _pointer(medium, start + place, uuid, kind)
-                    if found is not None:
-                        yield found
+                if place % _ALIGNMENT == 0:
+                    pointer = _pointer(medium, start + place, uuid, kind, commit)
+                    with contextlib.suppress(CorruptionError, UsageError):
+                        if pointer is not None:
+                            whole = read_whole(medium, pointer, kind, pointer.offset)
+                            first, _ = found.get(pointer.digest, (pointer, whole))
+                            if first != pointer:
+                                pointer = structs.replace(first, copy=pointer.offset)
+                            found[pointer.digest] = pointer, whole
                 place = data.find(RECORD_MAGIC, place + 1)
+    return list(found.values())
 
 
 def _pointer(
-    medium: Medium, offset: int, uuid: bytes | None, kind: RecordKind
-) -> tuple[Pointer, int] | None:
+    medium: Medium, offset: int, uuid: bytes | None, kind: RecordKind, commit: int | None
+) -> Pointer | None:
+    """Return the pointer to what looks like a record, or None if it does not."""
+    if offset + HEADER.size > medium.size:
+        return None
     row = HEADER.unpack(load(medium, offset, HEADER.size))
-    length, found, commit = row["length"], row["digest"], row["commit"]
-    assert isinstance(length, int)
-    assert isinstance(commit, int)
-    assert isinstance(found, bytes)
-    fits = HEADER.size + length <= min(RECORD_SIZE_MAX, medium.size - offset)
-    expected = {"kind": int(kind), "kind_version": KIND_VERSION, "reserved": 0}
-    if not fits or any(row[name] != value for name, value in expected.items()):
+    expected: dict[str, Value] = {"kind": int(kind), "kind_version": KIND_VERSION, "reserved": 0}
+    if uuid is not None:
+        expected["uuid"] = uuid
+    if commit is not None:
+        expected["commit"] = commit
+    length = HEADER.size + cast(int, row["length"])
+    if length > RECORD_SIZE_MAX or any(row[name] != value for name, value in expected.items()):
         return None
-    if uuid is not None and row["uuid"] != uuid:
-        return None
-    return Pointer(offset, HEADER.size + length, found), commit
+    return Pointer(offset, length, cast(bytes, row["digest"]))

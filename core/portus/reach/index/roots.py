@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
-from typing import Final, cast
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 from portus.engine.format.checksum import digest
 from portus.engine.format.record import Record, Value
@@ -19,19 +19,16 @@ from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, UsageError
 from portus.reach.format.layout import (
-    COMPAT_KNOWN,
     DATA_START,
     FORMAT_VERSION,
-    INCOMPAT_KNOWN,
     MAGIC,
-    READ_ONLY_COMPAT_KNOWN,
     ROOT_MAGIC,
     SLOT,
     SLOT_OFFSETS,
     SUPERBLOCK,
     SUPERBLOCK_OFFSETS,
 )
-from portus.reach.index.records import NOWHERE, Pointer, pointer_of
+from portus.reach.index.records import NOWHERE, Pointer
 
 _log: Final = logging.getLogger("portus")
 
@@ -39,14 +36,12 @@ _log: Final = logging.getLogger("portus")
 @dataclass(frozen=True, slots=True)
 class Superblock:
     """The identity of a pool. ``writable``: it has no feature that this program cannot write.
-    ``compat``, ``read_only_compat`` and ``incompat``: its feature bits."""
+    ``compat``: its feature bits that do not matter here."""
 
     uuid: bytes
     created_ns: int
     writable: bool = True
-    compat: int = COMPAT_KNOWN
-    read_only_compat: int = 0
-    incompat: int = 0
+    compat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +51,12 @@ class Root:
     sequence: int
     next_version: int
     size: int
-    table: Pointer
-    copies: Pointer = NOWHERE
+    catalogue: Pointer
 
     @property
     def is_first(self) -> bool:
         """True until the first commit to the pool."""
-        return self.table == NOWHERE
+        return self.catalogue == NOWHERE
 
     @property
     def slot(self) -> int:
@@ -70,7 +64,7 @@ class Root:
         return self.sequence % 2
 
 
-FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, table=NOWHERE)
+FIRST_ROOT: Final = Root(sequence=0, next_version=1, size=DATA_START, catalogue=NOWHERE)
 
 
 def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
@@ -88,13 +82,12 @@ def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
     return Extent(offset, PAGE)
 
 
-def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
-    """Make both copies of the superblock intact, equal and current; durable on return.
+def settle_superblock(medium: Medium, block: Superblock) -> None:
+    """Make both copies of the superblock intact and equal to ``block``, which was read from one of
+    them; durable on return.
 
-    A damaged copy is restored from the other, with an error in the log.
-    block: what was read. Returns what is there now. Raises ``MediumError``.
+    A damaged copy is restored from the other, with an error in the log. Raises ``MediumError``.
     """
-    block = replace(block, compat=block.compat | COMPAT_KNOWN)
     damaged = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is None]
     for offset in damaged:
         _log.error(
@@ -109,7 +102,6 @@ def settle_superblock(medium: Medium, block: Superblock) -> Superblock:
         medium.load(offset, memoryview(found))
         if found != _pack(block):
             medium.persist([store_superblock(medium, block, offset)])
-    return block
 
 
 def _pack(block: Superblock) -> bytes:
@@ -119,8 +111,6 @@ def _pack(block: Superblock) -> bytes:
             format_version=FORMAT_VERSION,
             page_size=PAGE,
             compat=block.compat,
-            read_only_compat=block.read_only_compat,
-            incompat=block.incompat,
             uuid=block.uuid,
             created_ns=block.created_ns,
         )
@@ -173,21 +163,18 @@ def read_superblock(medium: Medium) -> Superblock:
 
 
 def _superblock(name: str, row: dict[str, Value]) -> Superblock:
-    unknown = cast(int, row["incompat"]) & ~INCOMPAT_KNOWN
+    unknown = cast(int, row["incompat"])
     if row["format_version"] != FORMAT_VERSION or row["page_size"] != PAGE or unknown:
         raise UsageError(
             f"{name}: written by a newer Portus (format {row['format_version']!r}, page size "
             f"{row['page_size']!r}, unknown features {unknown:#x}); this one knows format "
             f"{FORMAT_VERSION}. Upgrade portus-checkpoint"
         )
-    read_only_compat = cast(int, row["read_only_compat"])
     return Superblock(
         cast(bytes, row["uuid"]),
         cast(int, row["created_ns"]),
-        not read_only_compat & ~READ_ONLY_COMPAT_KNOWN,
+        not row["read_only_compat"],
         cast(int, row["compat"]),
-        read_only_compat,
-        cast(int, row["incompat"]),
     )
 
 
@@ -199,12 +186,10 @@ def store_root(medium: Medium, uuid: bytes, root: Root) -> Extent:
         next_version=root.next_version,
         size=root.size,
         uuid=uuid,
-        table_offset=root.table.offset,
-        table_length=root.table.length,
-        table_digest=root.table.digest,
-        copies_offset=root.copies.offset,
-        copies_length=root.copies.length,
-        copies_digest=root.copies.digest,
+        catalogue_offset=root.catalogue.offset,
+        catalogue_length=root.catalogue.length,
+        catalogue_digest=root.catalogue.digest,
+        catalogue_copy=root.catalogue.copy,
     )
     offset = SLOT_OFFSETS[root.slot]
     medium.store(offset, _seal(body))
@@ -235,11 +220,16 @@ def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
         row = _whole(SLOT, data[offset - start :][: SLOT.size])
         if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
             continue
-        numbers = {name: cast(int, row[name]) for name in ("sequence", "next_version", "size")}
-        root = Root(table=pointer_of(row, "table_"), copies=pointer_of(row, "copies_"), **numbers)
+        root = _root(row)
         if root.slot == slot:
             roots.append(root)
     return sorted(roots, key=lambda root: -root.sequence)
+
+
+def _root(row: dict[str, Any]) -> Root:
+    names = ("offset", "length", "digest", "copy")
+    catalogue = Pointer(*(row[f"catalogue_{name}"] for name in names))
+    return Root(row["sequence"], row["next_version"], row["size"], catalogue)
 
 
 def find_damaged_slot(medium: Medium, uuid: bytes, root: Root) -> int | None:

@@ -114,7 +114,7 @@ class Copier(BackgroundCopier):
     def _infos(self) -> list[VersionInfo]:
         """Return the versions of the pool, oldest commit first."""
         listed = self._writer.catalogue().models.get(self._model)
-        return [entry.info for entry in listed.versions] if listed else []
+        return [entry.info for entry in listed] if listed else []
 
     def _is_behind(self, state: State) -> bool:
         """Return whether the mirror has the newer history."""

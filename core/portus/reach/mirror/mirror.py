@@ -242,7 +242,7 @@ class _Source:
         self._reader: Final = reader
         self._objects: Final = objects
         self._info: Final = record.info
-        contents = reader.contents(record)
+        contents = record.contents
         where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
         if decode_table(contents) is None:
             raise NotMirroredError(f"{where}: a version without files (a shelf, or tables)")

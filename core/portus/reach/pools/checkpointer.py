@@ -95,7 +95,7 @@ class PoolSteps:
         if not self._is_there():
             return []
         found = self.pool.open().catalogue().models.get(self.model)
-        return [entry.info for entry in found.versions] if found else []
+        return [entry.info for entry in found] if found else []
 
     @calls.mark
     def choose(self, step: int | None) -> list[PoolStep]:

@@ -137,15 +137,14 @@ class ImageDraft:
     ) -> NDArray[np.uint8] | None:
         return self._draft.read_back(storage, offset, length)
 
-    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
+    def commit(self, labels: Labels) -> PreviousVersion:
         # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)
         address = np.array([each.ctypes.data if len(each) else 0 for each in around], np.int64)
         self._with_room(lambda: self._draft.copy(indices, address, Stop()))
         labels = replace(labels, model=self._model, contents=encode_table(self._table))
-        known = self.before()
-        version = self._draft.commit(labels, known.version if known else None)
+        version = self._draft.commit(labels)
         self.committed = CommittedImages(version, len(self._table.files), self._crcs)
         return version
 

@@ -357,7 +357,7 @@ def _naming(opened: _PinnedVersion) -> Iterator[None]:
 def _open(pool: PoolReader, entry: VersionEntry, verify: bool) -> _PinnedVersion:
     record = pool.record(entry)
     changed = read_log(pool.medium, record)
-    contents = changed.contents or pool.contents(record)
+    contents = changed.contents or record.contents
     in_place = InPlaceReader(pool.medium, record, changed)
     return _PinnedVersion(pool, record, contents, verify, changed, in_place)
 

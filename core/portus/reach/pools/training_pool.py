@@ -20,7 +20,7 @@ from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.request import Destination, NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
-from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.writer.image_file import FileDraft
@@ -305,7 +305,7 @@ class TrainingPool(Destination):
         if not found:
             return None
         try:
-            record = pool.record(found.versions[-1])
+            record = pool.record(found[-1])
         except PortusError:
             return None
         # A commit would retire it, with all entries of its log.
@@ -316,13 +316,12 @@ class TrainingPool(Destination):
                 "tables (portus.embedding.protect); give the run another name, or a pool of its own"
             )
         try:
-            table = pool.contents(record)
-            known = decode_table(table)
+            known = decode_table(record.contents)
         except PortusError:
             return None
         if known is None:
             return None
-        return CommittedImages(PreviousVersion(record, table), len(known.files), None)
+        return CommittedImages(PreviousVersion(record), len(known.files), None)
 
 
 class PointerDraft(ImageDraft):
@@ -353,14 +352,14 @@ class PointerDraft(ImageDraft):
     def make_room(self) -> bool:
         return self._request.make_room()
 
-    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
+    def commit(self, labels: Labels) -> PreviousVersion:
         if self._files is None:
-            return super().commit(labels, before)
+            return super().commit(labels)
         # Read now: after ``publish`` the new pointers are at their paths.
         replaced = [old for path in self._paths if (old := self._pool.pointer_at(path))]
         # Durable before the version is committed: after that only names are left to change.
         self._files.finish()
-        version = super().commit(labels, before)
+        version = super().commit(labels)
         try:
             self._files.publish()
         except AbandonedError:

@@ -97,7 +97,7 @@ class VersionFile:
 def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     """Return the files of a pinned version; None for a version without files. Raises
     ``CorruptionError``, ``MediumError``."""
-    table = decode_table(reader.contents(record))
+    table = decode_table(record.contents)
     if table is None:
         return None
     # Both have digests, but offsets of another version would cut these storages wrongly.

@@ -57,7 +57,7 @@ def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[Po
         PoolStep(pool, entry)
         for pool, catalogue in catalogues
         if (found := catalogue.models.get(model))
-        for entry in found.versions
+        for entry in found
     ]
     chosen = [each for each in every if step in (None, each.entry.info.step)]
     if not chosen:

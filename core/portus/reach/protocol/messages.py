@@ -269,14 +269,13 @@ class Shared(Message, frozen=True):
 @MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
 class Confirm(Message, frozen=True):
     """The request to commit: all storages are pulled or shared, and ``digests`` are those that the
-    client computed itself. ``before``: the token of a version whose contents may be equal.
+    client computed itself.
     ``keep``: which versions of the model stay; the same commit removes the others, and an older one
     of the same step (``pack_map``;
     empty: all stay). ``inexact``: another process wrote to the state meanwhile. ``metrics``: the
     scores of the version (``pack_map``)."""
 
     digests: Digests
-    before: Token
     contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
     keep: Annotated[bytes, Meta(max_length=KEEP_SIZE_MAX)]
     inexact: bool = False
@@ -288,7 +287,7 @@ class Confirm(Message, frozen=True):
 class Committed(Message, frozen=True):
     """A report that the version is durable. ``record``: the payload of its record."""
 
-    record: Annotated[bytes, Meta(max_length=1 << 30)]
+    record: Annotated[bytes, Meta(max_length=2 << 30)]
 
 
 @MESSAGES.client(

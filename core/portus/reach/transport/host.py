@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -31,7 +31,6 @@ import numpy.typing as npt
 
 from portus.engine.copying.segments import Digests, Sources, Stop, cut
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
-from portus.engine.spec import Extent
 from portus.errors import (
     BusyError,
     MediumError,
@@ -78,8 +77,6 @@ ROOM_S: Final = 60.0
 _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 _BYTES_S_MIN: Final = 10e6
-_LOADED_MAX: Final = 4096
-"""Ranges in one request."""
 
 _IDLE_MAX: Final = 4
 """Unused connections that are kept open."""
@@ -464,19 +461,6 @@ class HostMedium(ReadOnlyMedium):
             with _reading(link, offsets, lengths):
                 link.fill(target, None)
             link.silence_s = usual_s
-
-    def load_all(self, extents: Sequence[Extent]) -> list[memoryview]:
-        """Load the extents, in as few requests as possible."""
-        found = []
-        for start in range(0, len(extents), _LOADED_MAX):
-            some = extents[start : start + _LOADED_MAX]
-            lengths = [extent.length for extent in some]
-            data = memoryview(bytearray(sum(lengths)))
-            self._read([extent.offset for extent in some], lengths, data)
-            for length in lengths:
-                found.append(data[:length])
-                data = data[length:]
-        return found
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Fetch straight into the targets, and return the digests of what arrived."""

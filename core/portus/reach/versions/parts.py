@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -12,8 +13,11 @@ from portus.engine.format.checksum import storage_digest, unit_counts
 from portus.engine.pipeline.plan import Column, Flags
 from portus.engine.spec import Extent, VersionInfo
 from portus.reach.format.layout import EXTENT, STORAGE, UNIT_DIGEST
-from portus.reach.index.pool import REFRESH_COMMITS
 from portus.reach.index.records import Rows, VersionRecord
+
+REFRESH_COMMITS: Final = 64
+"""Commits after which shared storages are copied again, since rot in them is in every version that
+shares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,6 @@ class PreviousVersion:
     """A committed version of a pool, to share with: a ``Previous``."""
 
     record: VersionRecord
-    contents: bytes
 
     @property
     def info(self) -> VersionInfo:
@@ -66,8 +69,6 @@ class PreviousVersion:
     @property
     def may_share(self) -> Flags:
         born = self.record.storages["born"].astype(np.int64)
-        # Rot in shared bytes is in every version that shares them, so they are copied again after
-        # so many commits.
         flags: Flags = born + REFRESH_COMMITS > self.record.info.commit
         return flags
 

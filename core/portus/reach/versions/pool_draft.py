@@ -19,10 +19,9 @@ from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
 from portus.engine.spec import Extent
-from portus.reach.format.layout import RecordKind
 from portus.reach.index.commit_records import Change, NewVersion
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import Pointer, Rows, VersionRecord
+from portus.reach.index.records import Rows, VersionRecord
 from portus.reach.versions.parts import (
     PreviousVersion,
     StorageRows,
@@ -151,51 +150,30 @@ class PoolDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
-    def commit(self, labels: Labels, before: Previous | None) -> PreviousVersion:
-        assert before is None or isinstance(before, PreviousVersion), (
-            "a pool shares with its own versions"
-        )
-        known = None
-        if before is not None and before.contents == labels.contents:
-            known = self.hold_contents(before.record)
-        record = self.commit_rows(self.rows(), labels, known)
-        return PreviousVersion(record, labels.contents)
-
-    def hold_contents(self, record: VersionRecord) -> Pointer | None:
-        """Return the contents of an earlier version, held. Return None if that version is gone, or
-        its contents are not reliable: then they must be written again."""
-        pointer = record.contents
-        self._held.append(self._writer.hold([pointer.offset], [pointer.length]))
-        if record.info.id not in self._writer.catalogue().ids():
-            return None
-        # The next version relies on it only if it can still be read (V4).
-        return pointer if self._writer.is_sound(pointer, RecordKind.CONTENTS) else None
+    def commit(self, labels: Labels) -> PreviousVersion:
+        return PreviousVersion(self.commit_rows(self.rows(), labels))
 
     def rows(self) -> tuple[Rows, Rows, Rows]:
         """Return storage, extent and unit rows of the version, once all storages are placed."""
         return rows_of(self._groups, self._lengths)
 
-    def commit_rows(
-        self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
-    ) -> VersionRecord:
-        """Commit, and release all that is held. known: the place of equal contents in the pool."""
-        change = self.change(rows, labels, known)
+    def commit_rows(self, rows: tuple[Rows, Rows, Rows], labels: Labels) -> VersionRecord:
+        """Commit, and release all that is held."""
+        change = self.change(rows, labels)
         self.retired = len(change.retire)
         record = self._writer.commit(change.new, change.data, change.retire)
         assert record is not None
         self.release()
         return record
 
-    def change(
-        self, rows: tuple[Rows, Rows, Rows], labels: Labels, known: Pointer | None
-    ) -> Change:
+    def change(self, rows: tuple[Rows, Rows, Rows], labels: Labels) -> Change:
         """Return the request to the commit of this version."""
         storages, extents, units = rows
         new = NewVersion(
             model=labels.model,
             step=labels.step,
             token=labels.token,
-            contents=known or labels.contents,
+            contents=labels.contents,
             storages=storages,
             extents=extents,
             units=units,
@@ -209,7 +187,7 @@ class PoolDraft:
         model = self._writer.catalogue().models.get(labels.model)
         if model is None or labels.keep is None:
             return set()
-        infos = [entry.info for entry in model.versions]
+        infos = [entry.info for entry in model]
         # A step is in the pool once: its newer version replaces it in the same commit (V5).
         others = [info for info in infos if info.step != labels.step]
         # ``keep`` counts the version that is about to be committed, with its metrics.

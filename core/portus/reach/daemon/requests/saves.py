@@ -26,9 +26,8 @@ from portus.engine.settings.keep import Keep, check_metrics
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Draft, Guest
 from portus.reach.daemon.shared_state import refusal_of
-from portus.reach.format.layout import HEADER
 from portus.reach.index.file_table import decode_table
-from portus.reach.index.records import Pointer, VersionRecord, encode_version
+from portus.reach.index.records import VersionRecord, encode_version
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, column, handles, unpack_map
 from portus.reach.transport.stream import UnexpectedMessageError, drain, take
@@ -195,7 +194,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
     _refuse_nonsense(guest, draft.lengths, message.contents)
     guest.hosted.replica.require(begin.model)
     guest.hosted.look()
-    record = draft.pool.commit_rows(rows, labels, _find_contents(guest, draft, message))
+    record = draft.pool.commit_rows(rows, labels)
     # Once more: if the pool file was replaced meanwhile, no process will find this version.
     guest.hosted.look()
     guest.draft = None
@@ -281,18 +280,6 @@ def _pull(guest: Guest, moved: Sources) -> Digests:
         guest.counters.add("pulled_bytes", link.taken - before)
         guest.counters.add("hash_seconds", link.hash_s - hashed_s)
     return digests
-
-
-def _find_contents(guest: Guest, draft: Draft, message: said.Confirm) -> Pointer | None:
-    """Return the place of the same contents in the version before, or None if they differ."""
-    record = _record(guest, message.before)
-    if record is None:
-        return None
-    known = draft.pool.hold_contents(record)
-    if known is None or known.length != HEADER.size + len(message.contents):
-        return None
-    guest.link.room(2 * known.length)
-    return known if guest.writer.contents(record) == message.contents else None
 
 
 def _record(guest: Guest, before: bytes) -> VersionRecord | None:
