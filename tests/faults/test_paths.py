@@ -19,7 +19,7 @@ import torch
 from portus.engine.directory.system import Linux, System
 from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
-from portus.engine.paths import process, shared_writer
+from portus.engine.paths import process, saver
 from portus.engine.paths.process import load, save
 from portus.engine.writer import staged_way
 from portus.errors import MediumError
@@ -96,7 +96,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     told: dict[str, int] = {}
     weight = torch.zeros(40_000)
     with monkeypatch.context() as patched:
-        patched.setattr(shared_writer, "Linux", lambda: Failing(injector))
+        patched.setattr(saver, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
         patched.setattr(staged_way, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):
