@@ -18,10 +18,16 @@ from typing import Final, TypeVar
 from portus.engine.format.checksum import digest
 from portus.errors import TransportError, UsageError
 from portus.reach.mirror.model_objects import ModelObjects
-from portus.reach.mirror.names import check_name, check_prefix, short
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
 from portus.reach.mirror.pieces import WantedObject
-from portus.reach.mirror.store import ListedObject, MissingError, Part
+from portus.reach.mirror.store import (
+    ListedObject,
+    MissingError,
+    Part,
+    check_name,
+    check_prefix,
+    short,
+)
 
 Objects = dict[str, tuple[bytes, float]]
 _WHERE: Final = "a model of a store"

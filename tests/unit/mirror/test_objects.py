@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from portus.reach.mirror import objects, pieces, writer
-from portus.reach.mirror.names import is_name
 from portus.reach.mirror.objects import (
     DIGEST_SUFFIX,
     NUMBER_MAX,
@@ -16,6 +15,7 @@ from portus.reach.mirror.objects import (
     prefix_of,
     version_file_name,
 )
+from portus.reach.mirror.store import is_name
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "format.md").read_text()
 

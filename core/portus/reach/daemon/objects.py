@@ -19,8 +19,15 @@ from typing import Final
 from portus.errors import MediumError, UsageError
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.names import check_name, check_prefix, short
-from portus.reach.mirror.store import ListedObject, MissingError, Part, Store
+from portus.reach.mirror.store import (
+    ListedObject,
+    MissingError,
+    Part,
+    Store,
+    check_name,
+    check_prefix,
+    short,
+)
 
 MEMORY: Final = "memory:"
 """The prefix of a host's place whose pools are in memory."""

@@ -10,10 +10,12 @@ import contextlib
 import logging
 import os
 import platform
+import shutil
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from typing import Final
 
 from portus.engine.copying.segments import Stop, StoppedError
@@ -21,7 +23,6 @@ from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, StaleError, UsageError
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.store import Store, UnwritableError
-from portus.reach.mirror.waiting import Show, bar
 
 _log: Final = logging.getLogger("portus")
 
@@ -34,6 +35,13 @@ _SHOW_S: Final = 0.2
 
 _SAY_S: Final = 10.0
 """Seconds between two reports of progress to a user who waits."""
+
+_WIDTH: Final = 16
+_LINE: Final = "\r\x1b[K"
+"""Moves to the start of the line, and clears it."""
+
+Show = Callable[[int, int, str], None]
+"""Called with the number done, the total, and further text."""
 
 READ_ALONE: Final = "it may be read, not written"
 """The meaning of a refused write, after a successful read."""
@@ -291,3 +299,25 @@ class BackgroundCopier(ABC):
 def who() -> str:
     """Return a name for this process, which other processes show in messages."""
     return f"pid {os.getpid()} on {platform.node()}"
+
+
+@contextlib.contextmanager
+def bar(title: str) -> Iterator[Show | None]:
+    """Yield the function that draws a bar on stderr, if that is a terminal; else None."""
+    stream = sys.stderr
+    if stream is None or not stream.isatty():
+        yield None
+        return
+
+    def show(done: int, total: int, more: str) -> None:
+        full = _WIDTH * done // total if total else _WIDTH
+        text = f"{title} [{'#' * full}{'.' * (_WIDTH - full)}] {done} of {total}{more}"
+        stream.write(_LINE + text[: shutil.get_terminal_size().columns - 1])
+        stream.flush()
+
+    try:
+        yield show
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            stream.write(_LINE)
+            stream.flush()

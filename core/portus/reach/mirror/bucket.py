@@ -38,13 +38,15 @@ from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, translate
-from portus.reach.mirror.names import (
+from portus.reach.mirror.store import (
+    PART_SIZE,
+    ListedObject,
+    Part,
     check_name,
     check_prefix,
     is_name,
     short,
 )
-from portus.reach.mirror.store import PART_SIZE, ListedObject, Part
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

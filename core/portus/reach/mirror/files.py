@@ -174,18 +174,15 @@ class MirroredFiles(Mirror):
         digest, term = digest_of(partial(_read, file), 0, file.size), self.state.term
         found = FileAdded(path, name, digest, file.size, step, time_ns, term)
         with contextlib.suppress(CorruptionError):
-            for _ in self._read(found.object):
+            for _ in self._objects.read(found.object):
                 pass
             return found
         return None
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
-        before = self.state.file(path)
-        said = FileAdded(path, file_name(path), bytes(16), 0, 0, 0, self.state.term, target)
-        self.note([said])
-        if before is not None and not before.link:
-            self._sweep_away([before.name])
+        nothing = bytes(16), 0, 0, 0
+        self.count([FileAdded(path, file_name(path), *nothing, self.state.term, target)])
 
     def remove(self, paths: Sequence[str]) -> None:
         """Remove files, and ignore those that are not there. Raises ``SupersededError``, and

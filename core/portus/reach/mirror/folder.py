@@ -20,13 +20,16 @@ from typing import Final
 from portus.engine.media.file_calls import file_error, write_all
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.media.local import LocalFiles, naming_call
-from portus.reach.mirror.names import (
+from portus.reach.mirror.store import (
+    ListedObject,
+    MissingError,
+    Part,
+    UnwritableError,
     check_name,
     check_prefix,
     is_name,
     short,
 )
-from portus.reach.mirror.store import ListedObject, MissingError, Part, UnwritableError
 
 PARTIAL: Final = ".partial"
 """The folder, below the root, of unfinished files."""
@@ -95,18 +98,18 @@ class Folder:
 
     def get(self, name: str) -> bytes:
         with self._translate_errors(), self._open(name) as (path, number):
-            data = bytearray(os.fstat(number).st_size)
-            if self._fill(path, number, 0, memoryview(data)) < len(data):
+            length = os.fstat(number).st_size
+            data = self._read(path, number, 0, length)
+            if len(data) < length:
                 raise TransportError(f"{path}: it became shorter while it was read; read it again")
             return bytes(data)
 
     def get_range(self, name: str, start: int, length: int) -> Part:
-        view = memoryview(bytearray(length))
         with self._translate_errors(), self._open(name) as (path, number):
-            found = self._fill(path, number, start, view)
-        if found < length:
-            raise short(f"{self}: {name}", start, length, found)
-        return view
+            found = self._read(path, number, start, length)
+        if len(found) < length:
+            raise short(f"{self}: {name}", start, length, len(found))
+        return found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
         self._check_open()
@@ -235,17 +238,14 @@ class Folder:
             os.close(number)
 
     @staticmethod
-    def _fill(path: str, number: int, start: int, view: memoryview) -> int:
-        """Fill ``view`` with a file's bytes from ``start`` on; return how many it has there."""
-        done = 0
-        while done < len(view):
-            piece = view[done : done + _SIZE_MAX]
+    def _read(path: str, number: int, start: int, length: int) -> memoryview:
+        """Return ``length`` bytes of a file from ``start`` on, or fewer at its end."""
+        view, done, count = memoryview(bytearray(length)), 0, 1
+        while count and done < length:
             with naming_call("read", path):
-                count = os.preadv(number, [piece], start + done)
-            if not count:
-                break
+                count = os.preadv(number, [view[done : done + _SIZE_MAX]], start + done)
             done += count
-        return done
+        return view[:done]
 
     def _walk(self, directory: str, before: str, after: str) -> Iterator[ListedObject]:
         """Yield the objects below ``directory``, whose names begin with ``before``, in the order of

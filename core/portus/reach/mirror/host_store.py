@@ -12,8 +12,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from portus.errors import StaleError, TransportError, UsageError
-from portus.reach.mirror.names import check_name, check_prefix, short
-from portus.reach.mirror.store import ListedObject, MissingError, Part
+from portus.reach.mirror.store import (
+    ListedObject,
+    MissingError,
+    Part,
+    check_name,
+    check_prefix,
+    short,
+)
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import ProtocolError, Said, column

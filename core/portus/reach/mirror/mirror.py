@@ -152,7 +152,7 @@ class Mirror(Writer):
 
         def read(each: FileObject) -> None:
             try:
-                for size in self._read(each):
+                for size in self._objects.read(each):
                     with telling:
                         advance(size)
             except CorruptionError as error:
@@ -181,10 +181,6 @@ class Mirror(Writer):
             if not damage:
                 return 0
         return self.copy(reader, version, stop, damaged=damage).objects
-
-    def _read(self, each: FileObject) -> Iterator[int]:
-        read = self._objects.read_file if each.is_whole else self._objects.read_piece
-        return read(each.name, each.size, each.digest)
 
     @contextlib.contextmanager
     def _meanwhile(self, added: Added | FileAdded) -> Iterator[None]:

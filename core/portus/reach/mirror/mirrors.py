@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import re
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Final
 
 from portus.errors import UsageError
@@ -74,12 +73,7 @@ class Mirrors:
     def __enter__(self) -> Mirrors:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

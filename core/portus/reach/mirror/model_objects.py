@@ -11,7 +11,7 @@ import xxhash
 
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import CorruptionError
-from portus.reach.mirror.objects import DIGEST_SUFFIX, digest_line, prefix_of
+from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line, prefix_of
 from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Part, Store
 from portus.reach.versions.parallel import abreast, in_any_order
 
@@ -108,35 +108,35 @@ class ModelObjects:
         self.put(target + DIGEST_SUFFIX, digest_line(target, sent))
         return True
 
-    def read_file(self, name: str, size: int, sent: bytes) -> Iterator[int]:
-        """Read all of a file, and the digest beside it; yield the number of the file's bytes that
-        each request read. Raises ``CorruptionError``, naming the file, unless both are as they were
-        sent: ``size`` bytes with the digest ``sent``."""
-        yield from self._read(name, size, sent)
-        said = digest_line(name, sent)
-        for _ in self._read(name + DIGEST_SUFFIX, len(said), digest(said)):
-            pass  # no bytes of the file
-
-    def read_piece(self, name: str, size: int, sent: bytes) -> Iterator[int]:
-        """Read a piece, as ``read_file`` does, by one request."""
-        data = self.get(name)
+    def read(self, each: FileObject) -> Iterator[int]:
+        """Read all of an object, a piece by one request, and the digest beside a whole file; yield
+        the number of the object's bytes that each request read. Raises ``CorruptionError``, naming
+        the object, unless all is as it was sent."""
+        if each.is_whole:
+            yield from self._read_ranges(each)
+            said = digest_line(each.name, each.digest)
+            beside = FileObject(each.name + DIGEST_SUFFIX, len(said), digest(said))
+            for _ in self._read_ranges(beside):
+                pass  # no bytes of the file
+            return
+        data = self.get(each.name)
         if data is None:
-            raise self._missing_error(name)
+            raise self._missing_error(each.name)
         yield len(data)
-        if len(data) != size:
-            raise self._error(name, f"expected {size} bytes, found {len(data)}")
-        self._compare(name, sent, digest(data))
+        if len(data) != each.size:
+            raise self._error(each.name, f"expected {each.size} bytes, found {len(data)}")
+        self._compare(each, digest(data))
 
-    def _read(self, name: str, size: int, sent: bytes) -> Iterator[int]:
+    def _read_ranges(self, each: FileObject) -> Iterator[int]:
         hasher = xxhash.xxh3_128()
-        for start in range(0, size, UNIT):
-            part = self.get_range(name, start, min(UNIT, size - start))
+        for start in range(0, each.size, UNIT):
+            part = self.get_range(each.name, start, min(UNIT, each.size - start))
             hasher.update(part)
             yield len(part)
         # None of the ranges covers bytes behind the end.
-        if self._goes_on(name, size):
-            raise self._error(name, f"expected {size} bytes, found more")
-        self._compare(name, sent, hasher.digest())
+        if self._goes_on(each.name, each.size):
+            raise self._error(each.name, f"expected {each.size} bytes, found more")
+        self._compare(each, hasher.digest())
 
     def _goes_on(self, name: str, size: int) -> bool:
         try:
@@ -147,9 +147,10 @@ class ModelObjects:
             return False
         return True
 
-    def _compare(self, name: str, sent: bytes, found: bytes) -> None:
-        if found != sent:
-            raise self._error(name, f"expected the digest {sent.hex()}, found {found.hex()}")
+    def _compare(self, each: FileObject, found: bytes) -> None:
+        if found != each.digest:
+            what = f"expected the digest {each.digest.hex()}, found {found.hex()}"
+            raise self._error(each.name, what)
 
     def _error(self, name: str, what: str) -> CorruptionError:
         return CorruptionError(f"{self.where}: {self.path(name)}: {what}")

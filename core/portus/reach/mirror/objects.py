@@ -21,7 +21,6 @@ object that was moved to another name is damaged. ``docs/format.md`` has all of 
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import hmac
 import re
@@ -36,7 +35,7 @@ from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.format.record import Field, Record
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, UsageError
-from portus.reach.mirror.names import is_name
+from portus.reach.mirror.store import is_name
 
 OWN: Final = "_portus/"
 """The prefix of all objects but checkpoint files under their own names."""
@@ -72,18 +71,16 @@ deleted too early for their readers, which then start over."""
 
 HEADER: Final = Record(
     "object header",
-    64,
+    48,
     (
         Field("magic", "8s", "`PMIRROR` 00"),
         Field("format_version", "H", "1"),
-        Field("kind", "H", "1 entry of the log, 2 manifest"),
-        Field("keyed", "I", "1 if the digest is keyed, else 0"),
-        Field("length", "Q", "bytes of payload that follow, and end the object"),
-        Field("reserved", "Q", "zero"),
+        Field("keyed", "H", "1 if the digest is keyed, else 0"),
+        Field("reserved", "I", "zero"),
         Field(
             "digest",
             "32s",
-            "of the name below the model's prefix, a zero byte, the 32 bytes before, and the "
+            "of the name below the model's prefix, a zero byte, the 16 bytes before, and the "
             "payload: xxh3_128 and 16 zeros, or BLAKE2b of 32 bytes with the key",
         ),
     ),
@@ -93,13 +90,6 @@ MAGIC: Final = b"PMIRROR\0"
 
 class SealError(CorruptionError):
     """An object is damaged, or was sealed with another key than that of ``PORTUS_MIRROR_KEY``."""
-
-
-class ObjectKind(enum.IntEnum):
-    """The kinds of sealed objects."""
-
-    ENTRY = 1
-    MANIFEST = 2
 
 
 _Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -443,6 +433,9 @@ def content_name(content: bytes, length: int, tag: bytes) -> str:
     return f"{content.hex()}-{length}-{tag.hex()}"
 
 
+_T = TypeVar("_T", LogEntry, Manifest)
+
+
 class Seal:
     """Seals the objects of a mirror, with a key or without."""
 
@@ -452,39 +445,42 @@ class Seal:
 
     def entry(self, number: int, entry: LogEntry) -> bytes:
         """Return the object of ``entry``."""
-        return self._wrap(ObjectKind.ENTRY, entry_name(number), _encoder.encode(entry))
+        return self._wrap(entry_name(number), _encoder.encode(entry))
 
     def manifest(self, manifest: Manifest, tag: bytes) -> tuple[str, bytes]:
         """Return the name of the object of ``manifest`` in its folder, and the object."""
         payload = _encoder.encode(manifest)
         name = content_name(digest(payload), HEADER.size + len(payload), tag)
-        return name, self._wrap(ObjectKind.MANIFEST, MANIFESTS + name, payload)
+        return name, self._wrap(MANIFESTS + name, payload)
 
     def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
         """Return the entry in an object. model: the expected one, if that is known. Raises
         ``CorruptionError``; ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
-        name = entry_name(number)
-        entry = _decode_body(_entries, self._unwrap(ObjectKind.ENTRY, name, data), name)
-        return _of_model(entry, model, name)
+        return self._read(_entries, entry_name(number), data, model)
 
     def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
         """Return the manifest in an object, columns unchecked. Raises as ``read_entry``."""
-        where = MANIFESTS + name
-        manifest = _decode_body(_manifests, self._unwrap(ObjectKind.MANIFEST, where, data), where)
-        return _of_model(manifest, model, where)
+        return self._read(_manifests, MANIFESTS + name, data, model)
 
-    def _wrap(self, kind: ObjectKind, name: str, payload: bytes) -> bytes:
-        blank = HEADER.pack(
-            magic=MAGIC,
-            format_version=FORMAT_VERSION,
-            kind=int(kind),
-            keyed=int(self._key is not None),
-            length=len(payload),
-        )
+    def _read(
+        self, decoder: msgspec.msgpack.Decoder[_T], name: str, data: bytes, model: str | None
+    ) -> _T:
+        payload = self._unwrap(name, data)
+        try:
+            said = decoder.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise CorruptionError(f"{name}: {error}") from error
+        if model is not None and said.model != model:
+            raise CorruptionError(f"{name}: it is of model {said.model!r}, not {model!r}")
+        return said
+
+    def _wrap(self, name: str, payload: bytes) -> bytes:
+        keyed = int(self._key is not None)
+        blank = HEADER.pack(magic=MAGIC, format_version=FORMAT_VERSION, keyed=keyed)
         start = blank[:-_SEAL_SIZE]
         return start + self._digest(name, start, payload) + payload
 
-    def _unwrap(self, kind: ObjectKind, name: str, data: bytes) -> bytes:
+    def _unwrap(self, name: str, data: bytes) -> bytes:
         row = HEADER.unpack(data)
         if row["magic"] != MAGIC:
             raise CorruptionError(f"{name}: expected an object of a mirror, found {data[:8]!r}")
@@ -498,14 +494,12 @@ class Seal:
         start, payload = data[: HEADER.size - _SEAL_SIZE], data[HEADER.size :]
         found = self._digest(name, start, payload)
         expected = cast(bytes, row["digest"])
-        if not hmac.compare_digest(found, expected) or row["length"] != len(payload):
+        if not hmac.compare_digest(found, expected):
             kind_of_error = CorruptionError if self._key is None else SealError
             key = "" if self._key is None else ", or not sealed with the key of PORTUS_MIRROR_KEY"
             raise kind_of_error(
                 f"{name} is damaged{key}: expected digest {expected.hex()}, found {found.hex()}"
             )
-        if row["kind"] != kind:
-            raise CorruptionError(f"{name}: expected kind {int(kind)}, found {row['kind']!r}")
         return payload
 
     def _digest(self, name: str, start: bytes, payload: bytes) -> bytes:
@@ -529,18 +523,3 @@ _PIECE: Final = re.compile(
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)
 _manifests: Final = msgspec.msgpack.Decoder(Manifest)
-
-_T = TypeVar("_T", LogEntry, Manifest)
-
-
-def _decode_body(decoder: msgspec.msgpack.Decoder[_T], payload: bytes, name: str) -> _T:
-    try:
-        return decoder.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"{name}: {error}") from error
-
-
-def _of_model(said: _T, model: str | None, name: str) -> _T:
-    if model is not None and said.model != model:
-        raise CorruptionError(f"{name}: it is of model {said.model!r}, not {model!r}")
-    return said

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -219,21 +219,15 @@ class Writer(MirrorLog):
     def suspects(self) -> list[Added]:
         """Return the versions that lack an object, or whose manifest is damaged, as far as a list
         of the store shows, which may lack the newest. Takes no term, and changes nothing."""
-        state = self.read()
-        sizes, found = {}, []
+        versions, there = self.read().versions, {}
         for folder in (PIECES, VERSIONS):
-            sizes.update({each.name: each.size for each in self._objects.list(folder)})
-        for start in range(0, len(state.versions), _MANIFESTS_MAX):
-            some = state.versions[start : start + _MANIFESTS_MAX]
-            manifests = self._objects.get_all([MANIFESTS + each.manifest for each in some])
-            for added, data in zip(some, manifests, strict=True):
-                try:
-                    length = dict(self._objects_of(added.manifest, data, needed=True))
-                except CorruptionError:
-                    length = {"": 0}
-                if any(sizes.get(name) != length[name] for name in length):
-                    found.append(added)
-        return found
+            there.update({each.name: each.size for each in self._objects.list(folder)})
+        manifests = self._object_sizes([each.manifest for each in versions])
+        return [
+            added
+            for added, sizes in zip(versions, manifests, strict=True)
+            if isinstance(sizes, CorruptionError) or not sizes.items() <= there.items()
+        ]
 
     def _wanted_objects(
         self, version: Version, number: int, known: Mapping[Key, FileObject]
@@ -302,31 +296,34 @@ class Writer(MirrorLog):
 
     def _needed_objects(self, state: State, stop: Stop) -> set[str]:
         """Return the objects that versions need, and those that readers may need."""
-        kept = [each.manifest for each in state.versions]
-        gone = [name for name, _ in state.gone]
-        named = {MANIFESTS + name for name in (*kept, *gone)}
-        for names, needed in ((kept, True), (gone, False)):
-            for start in range(0, len(names), _MANIFESTS_MAX):
-                stop.check()
-                some = names[start : start + _MANIFESTS_MAX]
-                found = self._objects.get_all([MANIFESTS + name for name in some])
-                for name, data in zip(some, found, strict=True):
-                    named.update(self._objects_of(name, data, needed=needed))
-        return named
+        kept = dict.fromkeys(each.manifest for each in state.versions)
+        names, needed = [*kept, *(name for name, _ in state.gone)], set[str]()
+        for name, sizes in zip(names, self._object_sizes(names), strict=True):
+            stop.check()
+            needed.add(MANIFESTS + name)
+            if not isinstance(sizes, CorruptionError):
+                needed.update(sizes)
+            elif name in kept:  # else no reader can use that version
+                raise CorruptionError(
+                    f"{sizes}; Portus cannot tell what it needs, so nothing is deleted. Mirror "
+                    "that version again, or remove it"
+                )
+        return needed
 
-    def _objects_of(self, name: str, data: bytes | None, *, needed: bool) -> Mapping[str, int]:
-        """Return the sizes of a manifest's objects; none if it is damaged, and not needed."""
-        try:
-            if data is None:
-                raise CorruptionError(f"{MANIFESTS}{name} is missing")
-            return self._seal.read_manifest(name, data, self.model).object_sizes()
-        except CorruptionError as error:
-            if not needed:
-                return {}  # no reader can use that version
-            raise CorruptionError(
-                f"{error}; Portus cannot tell what it needs, so nothing is deleted. Mirror "
-                "that version again, or remove it"
-            ) from error
+    def _object_sizes(self, names: Sequence[str]) -> Iterator[Mapping[str, int] | CorruptionError]:
+        """Yield for each manifest the sizes of its objects, or the error of reading it."""
+        for start in range(0, len(names), _MANIFESTS_MAX):
+            some = names[start : start + _MANIFESTS_MAX]
+            found = self._objects.get_all([MANIFESTS + name for name in some])
+            for name, data in zip(some, found, strict=True):
+                try:
+                    if data is None:
+                        raise CorruptionError(f"{MANIFESTS}{name} is missing")
+                    sizes = self._seal.read_manifest(name, data, self.model).object_sizes()
+                except CorruptionError as error:
+                    yield error
+                else:
+                    yield sizes
 
     @staticmethod
     def _now_ns() -> int:

@@ -51,11 +51,10 @@ from portus.reach.index.directory import make_directory as make_marked_directory
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, bar, who
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import FileAdded, State
 from portus.reach.mirror.opening import open_file_store
-from portus.reach.mirror.waiting import bar
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")

@@ -9,8 +9,7 @@ from portus.errors import StaleError
 from portus.reach.daemon.pools import free_bytes, hole_bytes, used_bytes
 from portus.reach.daemon.requests.guest import Guest
 from portus.reach.index.directory import note_failure
-from portus.reach.mirror.names import check_name
-from portus.reach.mirror.store import MissingError
+from portus.reach.mirror.store import MissingError, check_name
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Said, digest_rows
 
