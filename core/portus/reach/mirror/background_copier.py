@@ -10,12 +10,10 @@ import contextlib
 import logging
 import os
 import platform
-import shutil
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator
 from typing import Final
 
 from portus.engine.copying.segments import Stop, StoppedError
@@ -30,18 +28,8 @@ _PAUSE_MIN_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
 """Seconds between two tries, at most, if the store does not answer."""
 
-_SHOW_S: Final = 0.2
-"""Seconds between two draws of a bar."""
-
 _SAY_S: Final = 10.0
 """Seconds between two reports of progress to a user who waits."""
-
-_WIDTH: Final = 16
-_LINE: Final = "\r\x1b[K"
-"""Moves to the start of the line, and clears it."""
-
-Show = Callable[[int, int, str], None]
-"""Called with the number done, the total, and further text."""
 
 READ_ALONE: Final = "it may be read, not written"
 """The meaning of a refused write, after a successful read."""
@@ -88,10 +76,6 @@ class BackgroundCopier(ABC):
     @abstractmethod
     def _catch_up(self) -> None:
         """Copy all that the store lacks. Runs on the thread."""
-
-    @abstractmethod
-    def backlog(self) -> Sized:
-        """Return the versions, or the paths, that are not mirrored."""
 
     @abstractmethod
     def _describe_backlog(self) -> str:
@@ -179,25 +163,13 @@ class BackgroundCopier(ABC):
             _log.error("portus: the mirror is behind: %s. %s", left, self._failure)
 
     def _wait_for(self, thread: JoinableThread, wait_s: float) -> None:
-        """Wait until the thread has ended, ``wait_s`` seconds at most, with a bar at a terminal."""
-        until_s, total = time.monotonic() + wait_s, len(self.backlog())
-        with bar("portus: mirror") as show:
-            while thread.is_alive():
-                often_s = _SAY_S if show is None else _SHOW_S
-                thread.join(max(0.0, min(often_s, until_s - time.monotonic())))
-                if time.monotonic() >= until_s:
-                    return
-                if thread.is_alive():
-                    self._say_wait(show, total)
-
-    def _say_wait(self, show: Show | None, total: int) -> None:
-        if show is None:
-            text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
-            _log.warning(text, self._describe_wait(), self._failure)
-            return
-        copying, left = self._copying, len(self.backlog())
-        sent = f", {copying.bytes_done >> 20} MiB of the next" if copying else ""
-        show(max(0, total - left), total, f"{sent}; Ctrl-C ends it. {self._failure}".rstrip())
+        """Wait until the thread has ended, ``wait_s`` seconds at most; log why."""
+        until_s = time.monotonic() + wait_s
+        while thread.is_alive() and (left_s := until_s - time.monotonic()) > 0:
+            thread.join(min(_SAY_S, left_s))
+            if thread.is_alive():
+                text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
+                _log.warning(text, self._describe_wait(), self._failure)
 
     @contextlib.contextmanager
     def _first_write(self) -> Iterator[None]:
@@ -299,25 +271,3 @@ class BackgroundCopier(ABC):
 def who() -> str:
     """Return a name for this process, which other processes show in messages."""
     return f"pid {os.getpid()} on {platform.node()}"
-
-
-@contextlib.contextmanager
-def bar(title: str) -> Iterator[Show | None]:
-    """Yield the function that draws a bar on stderr, if that is a terminal; else None."""
-    stream = sys.stderr
-    if stream is None or not stream.isatty():
-        yield None
-        return
-
-    def show(done: int, total: int, more: str) -> None:
-        full = _WIDTH * done // total if total else _WIDTH
-        text = f"{title} [{'#' * full}{'.' * (_WIDTH - full)}] {done} of {total}{more}"
-        stream.write(_LINE + text[: shutil.get_terminal_size().columns - 1])
-        stream.flush()
-
-    try:
-        yield show
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-            stream.write(_LINE)
-            stream.flush()

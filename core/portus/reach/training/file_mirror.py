@@ -17,7 +17,9 @@ import itertools
 import logging
 import os
 import posixpath
+import shutil
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +53,7 @@ from portus.reach.index.directory import make_directory as make_marked_directory
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress
-from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, bar, who
+from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import FileAdded, State
 from portus.reach.mirror.opening import open_file_store
@@ -63,6 +65,9 @@ _NOTE: Final = ".mirror"
 
 _HELD_MAX: Final = 256
 """Files of a directory that are open at once: a process may have 1,024."""
+
+_BAR: Final = 16
+"""Characters of a progress bar."""
 
 _DRAFTS_S: Final = 60.0
 """The longest that an upload waits for files of other processes in the same directory."""
@@ -551,14 +556,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self.address,
         )
         done, failure = 0, None
-        with bar("portus: fetch") as show:
-            sent = [0]
-
-            def advance(count: int) -> None:
-                sent[0] += count
-                if show is not None:
-                    show(sent[0] >> 20, max(1, total >> 20), " MiB")
-
+        with _bar(total) as advance:
             for part in together:
                 try:
                     self._fetch(part, advance)
@@ -698,6 +696,30 @@ class DirectoryMirror(BackgroundCopier, Companion):
             LocalFiles().sync(directory)
         except OSError as error:
             _log.warning("portus: %s: %s", printable(self._note_path), error.strerror or error)
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes counts of fetched bytes, of ``total``. It draws a bar on stderr,
+    if that is a terminal, on a line that is cleared at the end."""
+    stream, done = sys.stderr, 0
+
+    def draw(text: str) -> None:
+        if stream is not None and stream.isatty():
+            stream.write("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1])
+            stream.flush()
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        bar = "#" * (_BAR * done // max(1, total))
+        draw(f"portus: fetch [{bar:.<{_BAR}}] {done >> 20} of {total >> 20} MiB")
+
+    try:
+        yield advance
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
+            draw("")
 
 
 def _read_note(path: str) -> _Note:
