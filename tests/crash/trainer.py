@@ -36,13 +36,12 @@ from portus.reach.index.directory import create_pool, open_writer
 from portus.reach.index.file_table import FileTable, PackedFile
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, read_whole
+from portus.reach.index.records import VersionEntry, VersionRecord, read_whole
 from portus.reach.index.roots import read_roots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.version_file import VersionFile, file_in, table_of
-from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
 
@@ -277,9 +276,9 @@ class AskedDraft(PoolDraft):
 
     change_asked: Change
 
-    def commit(self, labels: Labels) -> PreviousVersion:
+    def commit(self, labels: Labels) -> VersionRecord:
         self.change_asked = self.change(self.rows(), labels)
-        return cast(PreviousVersion, None)  # nobody looks at it before it is one
+        return cast(VersionRecord, None)  # nobody looks at it before it is one
 
 
 class SharingDraft(ImageDraft):
@@ -310,7 +309,7 @@ class Trainer:
         self.writer = self.open_pool()
         for name, model in self.writer.catalogue().models.items():
             record = self.writer.record(model[-1])
-            self.before[name] = CommittedImages(PreviousVersion(record), len(FILES), None)
+            self.before[name] = CommittedImages(record, len(FILES), None)
         self.look()
 
     def is_there(self) -> bool:

@@ -19,10 +19,10 @@ from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.run import Save, Stage
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
+from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.pools.training_pool import PointerDraft
 from portus.reach.training.training_files import TrainingFiles
-from portus.reach.versions.parts import PreviousVersion
 from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
@@ -147,7 +147,7 @@ def _tell_before_the_commit() -> None:
 
 
 def _put_pointers_before_the_commit() -> None:
-    def commit(self: PointerDraft, labels: Labels) -> PreviousVersion:
+    def commit(self: PointerDraft, labels: Labels) -> VersionRecord:
         assert self._files is not None
         self._files.finish()
         self._files.publish()
@@ -159,7 +159,7 @@ def _put_pointers_before_the_commit() -> None:
 def _let_go_of_what_others_lead_to() -> None:
     committing = ImageDraft.commit
 
-    def commit(self: ImageDraft, labels: Labels) -> PreviousVersion:
+    def commit(self: ImageDraft, labels: Labels) -> VersionRecord:
         return committing(self, replace(labels, keep=Keep(last=1)))
 
     setattr(ImageDraft, "commit", commit)  # noqa: B010

@@ -24,9 +24,8 @@ from portus.reach.index.directory import WRITERS, create_pool, has_pool
 from portus.reach.index.findings import Severity
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.media.local import LocalFiles
-from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.contents import tabled
 
@@ -49,7 +48,7 @@ class Pool:
         if not has_pool(path):
             create_pool(path, LocalFiles())
         self.writer: Final[PoolWriter] = WRITERS.open(path)
-        self.before: PreviousVersion | None = None
+        self.before: VersionRecord | None = None
 
     def verified(self) -> int:
         """The newest step, 0 if there is none. Every byte and every rule is looked at."""
@@ -87,11 +86,11 @@ class Pool:
 class _Owner(SaveOwner):
     saver: Pool
 
-    def before(self) -> PreviousVersion | None:
+    def before(self) -> VersionRecord | None:
         return self.saver.before
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: object) -> None:
-        assert isinstance(version, PreviousVersion)
+        assert isinstance(version, VersionRecord)
         self.saver.before = version
 
 

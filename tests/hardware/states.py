@@ -77,7 +77,7 @@ def loaded(pool: PoolReader, targets: Sequence[Bytes], step: int) -> bool:
     entry = next(each for each in pool.catalogue().entries() if each.info.step == step)
     with pool.pin(entry.info.id) as current:
         record = pool.record(current)
-        lengths = record.storages["length"].astype(np.int64)
+        lengths = record.length
         assert lengths.tolist() == [each.nbytes for each in targets]
         group = share(record, np.arange(len(lengths)))
         address = np.array([each.ctypes.data for each in targets], np.int64)

@@ -174,11 +174,11 @@ def test_a_damaged_table_is_one_line_and_exit_code_1(run: Run) -> None:
     for arguments in (("show", "net@20"), ("show", "net"), ("export", "net@20", "out.pt")):
         said = portus(*arguments)
         assert said.code == 1
-        assert "contents record" in said.err
+        assert "version record" in said.err
         assert len(said.err.splitlines()) == 1
     said = portus("ls", run.net)
     assert said.code == 0
-    assert "contents record" in said.err
+    assert "version record" in said.err
 
 
 def test_values_of_odd_kinds_are_shown(run: Run) -> None:

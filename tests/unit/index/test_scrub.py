@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from portus.engine.format.checksum import UNIT
-from portus.reach.index.check import CheckOptions, Finding
+from portus.reach.index.check import CheckOptions, Finding, scrub
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.scrub import scrub
 from portus.reach.media.file import UncachedFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.pools.checkpointer import PoolCheckpointer

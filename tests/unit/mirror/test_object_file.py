@@ -240,7 +240,7 @@ def test_a_version_without_files_is_not_mirrored() -> None:
     table = np.arange(1)
     draft.copy(np.arange(1), np.array([table.ctypes.data]), Stop())
     labels = Labels(model=MODEL, step=7, token=b"t" * 16, contents=b"some tables")
-    record = draft.commit(labels).record
+    record = draft.commit(labels)
     mirror.claim("a test", bytes(16), 0)
     with pytest.raises(NotMirroredError, match=f"{MODEL}@7: a version without files"):
         mirror.copy(writer, record.info.id, Stop())

@@ -28,9 +28,9 @@ from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.settings.keep import Keep
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.records import VersionRecord
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.memory import Memory
-from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.contents import tabled
 
@@ -107,7 +107,7 @@ class Bench:
         self.medium = medium or Memory(DATA_START)
         format_pool(self.medium)
         self.pool = PoolWriter(self.medium, ProcessLocks())
-        self.before: PreviousVersion | None = None
+        self.before: VersionRecord | None = None
         self.guilty: list[int] = []
         self.keep: Keep | None = None
         self.steady: Flags | None = None
@@ -164,7 +164,7 @@ class Owner(SaveOwner):
     bench: Bench
     way: AuditMethod | None
 
-    def before(self) -> PreviousVersion | None:
+    def before(self) -> VersionRecord | None:
         return self.bench.before
 
     def audit(self, late: LateStorages, stop: Stop) -> Audit | None:
@@ -174,7 +174,7 @@ class Owner(SaveOwner):
         self.bench.guilty.extend(addresses)
 
     def note_commit(self, save: Save, version: CommittedVersion, steady: Flags) -> None:
-        assert isinstance(version, PreviousVersion)
+        assert isinstance(version, VersionRecord)
         self.bench.before, self.bench.steady = version, steady
 
     def note_end(self, save: Save) -> None:

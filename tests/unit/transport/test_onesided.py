@@ -39,7 +39,7 @@ from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, 
 from portus.reach.transport.stream import EndedError, Link
 from portus.reach.transport.verbs import Domain, Region, WorkError
 from portus.reach.versions.parts import sources
-from portus.reach.versions.placement import pack, place
+from portus.reach.versions.pool_draft import pack, place
 
 KEY = 7
 DEPTH = 6

@@ -9,7 +9,7 @@ import pytest
 
 from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.draft import Labels
-from portus.reach.versions.parts import PreviousVersion
+from portus.reach.index.records import VersionRecord
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.unit.index.pools import Pool, close_all
 
@@ -28,20 +28,20 @@ def draft_of(pool: Pool, data: np.ndarray) -> tuple[PoolDraft, np.ndarray]:
     return PoolDraft(pool.writer, np.array([data.nbytes], np.int64)), place
 
 
-def commit(draft: PoolDraft, step: int) -> PreviousVersion:
+def commit(draft: PoolDraft, step: int) -> VersionRecord:
     found = draft.commit(Labels(model="net", step=step, token=bytes([step] * 16)))
     draft.release()
     return found
 
 
-def saved(pool: Pool, data: np.ndarray) -> PreviousVersion:
+def saved(pool: Pool, data: np.ndarray) -> VersionRecord:
     draft, place = draft_of(pool, data)
     draft.copy(FIRST, place, Stop())
     return commit(draft, 1)
 
 
-def extents(version: PreviousVersion) -> list[tuple[int, int]]:
-    return [(each.offset, each.length) for each in version.record.storage_extents(0)]
+def extents(version: VersionRecord) -> list[tuple[int, int]]:
+    return [(each.offset, each.length) for each in version.storage_extents(0)]
 
 
 def test_what_is_the_same_is_shared_and_what_changed_is_not(pool: Pool) -> None:
@@ -61,8 +61,8 @@ def test_what_is_the_same_is_shared_and_what_changed_is_not(pool: Pool) -> None:
 def test_a_version_that_was_retired_meanwhile_is_not_shared_with(pool: Pool) -> None:
     data = np.arange(1000)
     before = saved(pool, data)
-    pool.writer.retire([before.record.info.id])
+    pool.writer.retire([before.info.id])
     draft, place = draft_of(pool, data)
     assert not draft.share(before, FIRST, place, Stop())
     draft.copy(FIRST, place, Stop())
-    assert len(commit(draft, 2).record.storages) == 1, "there is nothing else in it"
+    assert len(commit(draft, 2).storages) == 1, "there is nothing else in it"

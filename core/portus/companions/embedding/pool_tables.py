@@ -243,7 +243,7 @@ class PlacedStore(TableStore):
         assert record is not None, "a moment of nothing"
         assert record.log is not None
         there = InPlaceReader(self.pool.medium, record, read_log(self.pool.medium, record))
-        length = record.storages["length"].astype(np.int64)
+        length = record.length
         address, alive = np.zeros(len(length), np.int64), list[Bytes]()
         for index in range(len(length)):
             place = self._places.get(index)
@@ -293,7 +293,7 @@ class PlacedStore(TableStore):
 
     def _row_bytes(self, record: VersionRecord) -> dict[int, int]:
         """Return the bytes of one row, for each storage that begins with a tensor with rows."""
-        lengths = record.storages["length"].tolist()
+        lengths = record.length.tolist()
         found = [(each.storage, each.shape[0]) for each in self.tensors() if each.shape]
         return {index: lengths[index] // rows for index, rows in found if rows}
 

@@ -160,7 +160,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         log.look()
         now = replace(log.log, entries=log.count)
         every = [share(record, np.arange(len(record.storages)))]
-        length = record.storages["length"].astype(np.int64)
+        length = record.length
         made = version_of(MARKS, batch, self._contents, every, length, now, token=token)
         self.pool.commit(made, (), retire)
 
@@ -171,7 +171,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         record = self._record
         if record is None or moment.rows is None:
             return False
-        if not np.array_equal(moment.length, record.storages["length"].astype(np.int64)):
+        if not np.array_equal(moment.length, record.length):
             return False
         # Contents are parsed only if it is not known otherwise whether they name the same
         # tensors: parsing takes longer than many batches do.

@@ -314,7 +314,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
     def _fetch(
         self, record: VersionRecord, arrays: Sequence[Array], names: Mapping[int, str]
     ) -> None:
-        lengths = record.storages["length"].astype(np.int64)
+        lengths = record.length
         address = np.array(
             [each.memory.committed.ctypes.data if each.size else 0 for each in arrays], np.int64
         )
@@ -335,7 +335,7 @@ class _VersionArrays:
     """The arrays of a version, in the order of its contents. ``names``: by storage."""
 
     def __init__(self, record: VersionRecord) -> None:
-        self._lengths: Final = record.storages["length"].tolist()
+        self._lengths: Final = record.length.tolist()
         self._found: Final[dict[int, Array]] = {}
         self.names: Final[dict[int, str]] = {}
 

@@ -11,10 +11,9 @@ from portus.errors import CorruptionError, PortusError
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.pools import Pools
-from portus.reach.index.check import CheckOptions, Finding, Severity
+from portus.reach.index.check import CheckOptions, Finding, Severity, scrub
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.scrub import scrub
 
 PAUSE_S: Final = 3600.0
 """Seconds between two passes over all pools."""

@@ -55,7 +55,7 @@ from portus.reach.transport.regions import (
 )
 from portus.reach.transport.stream import Link, give
 from portus.reach.transport.verbs import RegisterError
-from portus.reach.versions.parts import PreviousVersion, share
+from portus.reach.versions.parts import share
 
 _log: Final = logging.getLogger("portus")
 
@@ -290,19 +290,19 @@ class HostDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
-        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
-        token = before.record.info.token
+        assert isinstance(before, VersionRecord), "a pool shares with its own versions"
+        token = before.info.token
         message = said.Share(token, pack_column(indices))
         with link.under(stop):
             answer = expect(self._pool.links.ask_for_work(link, message), said.Shared)
         if answer.same:
-            self._stored.append((indices, share(before.record, indices).digests))
+            self._stored.append((indices, share(before, indices).digests))
         return answer.same
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """Do nothing: the host has them."""
 
-    def commit(self, labels: Labels) -> PreviousVersion:
+    def commit(self, labels: Labels) -> VersionRecord:
         link = self._ready(Stop())
         confirm = said.Confirm(
             digests=self._digests().tobytes(),
@@ -330,7 +330,7 @@ class HostDraft:
         self._pool.note_commit(record.info)
         self.release()
         self._pool.tell()
-        return PreviousVersion(record)
+        return record
 
     def _tell_replica(self, link: Link, labels: Labels) -> None:
         """Return when the replica has the version too; else raise: the save counts as failed."""
@@ -513,7 +513,7 @@ class HostDraft:
             "step": (labels.step, info.step),
             "token": (labels.token, info.token),
             "inexact": (labels.inexact, info.inexact),
-            "lengths": (self._lengths.tolist(), record.storages["length"].tolist()),
+            "lengths": (self._lengths.tolist(), record.length.tolist()),
             "digests": (confirm.digests, record.units.tobytes()),
             "metrics": (labels.metrics, info.metrics),
             "contents": (labels.contents, record.contents),

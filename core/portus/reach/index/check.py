@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
-from portus.engine.media.pace import Pace
+from portus.engine.media.pace import Pace, Wait
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.format.layout import VERSION_ID_MAX
@@ -120,6 +122,23 @@ def check_file(path: str, look: CheckOptions, *, cached: bool = True) -> list[Fi
         stack.callback(medium.close)
         locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
         return check_medium(medium, locks, look)
+
+
+def scrub(
+    pool: Place | PoolReader, bytes_per_s: int, look: CheckOptions, *, wait: Wait = time.sleep
+) -> list[Finding]:
+    """Return every broken rule of a pool file, a device, or an open pool, reading ``bytes_per_s``
+    at most, 1 or more: rot is reported before a version is needed. Bypasses the system's page
+    cache, since rot is on the disk.
+
+    look: its ``batch`` and ``pace`` are ignored. An open pool is read through its reader: on a
+    storage host, the host reads it. Blocks until the end. Raises as ``check``, and what ``wait``
+    raises.
+    """
+    paced = replace(look, batch=UNIT, pace=Pace(bytes_per_s, wait))
+    if isinstance(pool, PoolReader):
+        return check_medium(pool.medium, pool.locks, paced)
+    return check_file(pool.path, paced, cached=False)
 
 
 def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:

@@ -385,21 +385,16 @@ class LogWriter:
                 parts.append(bytes(padding))
         parts += _pack(bunches)
         hasher = xxhash.xxh3_128(start)
-        hasher.update(rest)
-        if size <= _ONE_STORE_MAX:
-            for part in parts:
-                hasher.update(part)
-            self._stored_header = start + hasher.digest()
-            self._put(extent.offset, b"".join([self._stored_header, rest, *parts]))
-            return extent
-        position = extent.offset + _DIGEST.stop + len(rest)
-        for part in parts:
+        for part in (rest, *parts):
             hasher.update(part)
+        self._stored_header = start + hasher.digest()
+        parts = [self._stored_header, rest, *parts]
+        if size <= _ONE_STORE_MAX:
+            parts = [b"".join(parts)]
+        position = extent.offset
+        for part in parts:
             self._put(position, part)
             position += len(part)
-        self._stored_header = start + hasher.digest()
-        # The header last, since only now the digest of the parts is known.
-        self._put(extent.offset, self._stored_header + rest)
         return extent
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:

@@ -19,8 +19,10 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Meta
 
-from portus.engine.format.checksum import DIGEST_SIZE, unit_count
+from portus.engine.copying.segments import Column, Digests, ranges
+from portus.engine.format.checksum import DIGEST_SIZE, unit_count, unit_counts
 from portus.engine.format.record import Record
+from portus.engine.pipeline.plan import Flags
 from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import (
@@ -40,6 +42,10 @@ _log: Final = logging.getLogger("portus")
 
 _SUM_MAX: Final = 1 << 62
 """A limit for the bytes or extents of a version: far below what a signed 64-bit number holds."""
+
+REFRESH_COMMITS: Final = 64
+"""Commits after which shared storages are copied again, since rot in them is in every version that
+shares them."""
 
 CELLS: Final = tuple(1 << shift for shift in range(13))
 """Sizes in bytes that a cell may have: each divides a unit."""
@@ -105,7 +111,7 @@ class VersionLog:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """The record of one version: everything except its bytes.
+    """The record of one version: everything except its bytes. A ``Previous`` of the next one.
 
     ``contents``: what its storages are. ``storages``, ``extents`` and ``units``: arrays of the
     format's rows of those names. ``log``: None for a version that cannot change after its commit.
@@ -117,6 +123,22 @@ class VersionRecord:
     extents: Rows
     units: Rows
     log: VersionLog | None = None
+
+    @property
+    def length(self) -> Column:
+        length: Column = self.storages["length"].astype(np.int64)
+        return length
+
+    @property
+    def may_share(self) -> Flags:
+        flags: Flags = self.storages["born"].astype(np.int64) + REFRESH_COMMITS > self.info.commit
+        return flags
+
+    def digests(self, indices: Column) -> Digests:
+        rows = self.storages[indices]
+        counts = unit_counts(rows["length"].astype(np.int64))
+        units = self.units[ranges(rows["first_unit"].astype(np.int64), counts)]
+        return np.ascontiguousarray(units).view(np.uint8).reshape(-1, UNIT_DIGEST.size)
 
     def storage_extents(self, index: int) -> tuple[Extent, ...]:
         """Return the extents of one storage, in order."""
@@ -275,29 +297,26 @@ def _check_arrays(record: VersionRecord) -> None:
         if float(column.sum(dtype=np.float64)) > _SUM_MAX:
             raise CorruptionError(f"version {record.info.id}: lengths are out of range")
     counts = storages["extents"].astype(np.int64)
-    per_storage = np.zeros(len(storages), np.uint64)
-    ends = np.cumsum(counts)
-    if not np.array_equal(storages["first_extent"].astype(np.int64), ends - counts) or (
-        int(ends[-1]) if len(ends) else 0
-    ) != len(extents):
+    if not _follow(storages["first_extent"], counts, len(extents)):
         raise CorruptionError(f"version {record.info.id}: extent entries do not follow each other")
-    owner = np.repeat(np.arange(len(storages)), counts)
-    np.add.at(per_storage, owner, extents["length"])
+    per_storage = np.zeros(len(storages), np.uint64)
+    np.add.at(per_storage, np.repeat(np.arange(len(storages)), counts), extents["length"])
     if not np.array_equal(per_storage, storages["length"]):
         raise CorruptionError(f"version {record.info.id}: extents do not add up to the storages")
-    # An empty storage has one unit too.
-    needed = np.maximum(1, -(-storages["length"].astype(np.int64) // (16 << 20)))
-    after = np.cumsum(needed)
-    if not np.array_equal(storages["first_unit"].astype(np.int64), after - needed) or (
-        int(after[-1]) if len(after) else 0
-    ) != len(units):
+    if not _follow(storages["first_unit"], unit_counts(record.length), len(units)):
         raise CorruptionError(f"version {record.info.id}: unit digests do not follow each other")
+
+
+def _follow(first: Column, counts: Column, count: int) -> bool:
+    """Return whether groups of rows, each from its first one on, are all rows, in order."""
+    ends = np.cumsum(counts)
+    return np.array_equal(first.astype(np.int64), ends - counts) and int(counts.sum()) == count
 
 
 def _check_log(record: VersionRecord) -> None:
     """Raise ``CorruptionError`` unless a log has whole pages, and each storage that is changed in
     place is one extent, of whole cells, with a digest for each unit."""
-    lengths, log = record.storages["length"].astype(np.int64), record.log
+    lengths, log = record.length, record.log
     if log is None:
         return
     if log.extent.offset % PAGE or log.extent.length % PAGE or log.extent.end > _SUM_MAX:

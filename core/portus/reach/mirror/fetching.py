@@ -110,7 +110,7 @@ def fetch_version(
                 inexact=added.inexact,
                 metrics=dict(added.metrics),
             )
-            return draft.commit(labels).record
+            return draft.commit(labels)
         finally:
             draft.release()
 

@@ -242,7 +242,7 @@ class _Source:
         where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
         if decode_table(contents) is None:
             raise NotMirroredError(f"{where}: a version without files (a shelf, or tables)")
-        files = files_in(contents, record.storages["length"].astype(np.int64), where)
+        files = files_in(contents, record.length, where)
         self._contents: Final = contents
         self._bytes: Final = FileBytes(reader, record, files, stop)
         self.objects = 0

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from portus.engine.spec import VersionInfo
 from portus.reach.files.home import Pool, host_journals
 from portus.reach.files.host import HostPool
-from portus.reach.index.check import CheckOptions, Finding, check_medium
-from portus.reach.index.scrub import scrub
+from portus.reach.index.check import CheckOptions, Finding, check_medium, scrub
 from portus.reach.places.base import Garbage, GarbageOptions
 from portus.reach.places.pool import PoolPlace
 

@@ -14,7 +14,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError
 from portus.reach.files.home import Pool, open_place
 from portus.reach.files.reference import read as pointer_at
-from portus.reach.index.check import CheckOptions, Finding, Severity, check_file
+from portus.reach.index.check import CheckOptions, Finding, Severity, check_file, scrub
 from portus.reach.index.directory import (
     WRITERS,
     journal_directory,
@@ -28,7 +28,6 @@ from portus.reach.index.place import Place, load_class
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
-from portus.reach.index.scrub import scrub
 from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import (
     Abilities,

@@ -30,7 +30,8 @@ from portus.engine.writer import crc
 from portus.errors import MediumError
 from portus.reach.files.host import HostDraft
 from portus.reach.index.file_table import FileTable, encode_table
-from portus.reach.versions.parts import PreviousVersion, share
+from portus.reach.index.records import VersionRecord
+from portus.reach.versions.parts import share
 from portus.reach.versions.pool_draft import PoolDraft
 
 _ADVICE: Final = (
@@ -44,16 +45,15 @@ class CommittedImages:
     """The newest version of files that a process committed, to share with. ``crcs``: of each unit
     of the storages of files; None if they are not known."""
 
-    version: PreviousVersion
+    version: VersionRecord
     files: int
     crcs: Crcs | None
 
     @property
-    def storages(self) -> PreviousVersion:
+    def storages(self) -> VersionRecord:
         """The version as if it had only the storages of its files."""
-        record = self.version.record
-        count = len(record.storages) - self.files
-        return replace(self.version, record=replace(record, storages=record.storages[:count]))
+        count = len(self.version.storages) - self.files
+        return replace(self.version, storages=self.version.storages[:count])
 
 
 class ImageDraft:
@@ -116,13 +116,13 @@ class ImageDraft:
         return digests
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
+        assert isinstance(before, VersionRecord), "a pool shares with its own versions"
         known = self.before()
-        if known is None or known.version.record.info.token != before.record.info.token:
+        if known is None or known.version.info.token != before.info.token:
             return False  # another save was committed since the storages were compared
         if not self._draft.share(known.version, indices, address, stop):
             return False
-        rows, record = self._rows(indices), known.version.record
+        rows, record = self._rows(indices), known.version
         self._digests[rows] = share(record, indices).digests
         # This process has not summed them, and the pool stores digests, not CRCs.
         if known.crcs is None:
@@ -137,7 +137,7 @@ class ImageDraft:
     ) -> NDArray[np.uint8] | None:
         return self._draft.read_back(storage, offset, length)
 
-    def commit(self, labels: Labels) -> PreviousVersion:
+    def commit(self, labels: Labels) -> VersionRecord:
         # At the commit: these bytes contain the digests and CRCs of all others.
         around = [np.frombuffer(each, np.uint8) for each in self._around()]
         indices = np.arange(len(around)) + len(self._length)

@@ -89,8 +89,7 @@ class _PinnedVersion:
 
     @property
     def lengths(self) -> Column:
-        lengths: Column = self.record.storages["length"].astype(np.int64)
-        return lengths
+        return self.record.length
 
     def check(self, wanted: Column) -> None:
         """Raise ``CorruptionError`` unless the pool holds the bytes that were saved."""
@@ -234,7 +233,7 @@ def verify(
     """
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
-        lengths = opened.record.storages["length"].astype(np.int64)
+        lengths = opened.record.length
         for batch in _batches(lengths):
             opened.check(batch)
             if advance is not None:

@@ -38,9 +38,9 @@ from portus.reach.files.reference import read
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
+from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import POOLS
-from portus.reach.versions.parts import PreviousVersion
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
@@ -133,7 +133,7 @@ class TrainingPool(Destination):
         assert self._pool is not None
         return self._pool.medium.info.kind.name
 
-    def before(self, files: int) -> PreviousVersion | None:
+    def before(self, files: int) -> VersionRecord | None:
         found = self.newest_of(files)
         return None if found is None else found.storages
 
@@ -321,7 +321,7 @@ class TrainingPool(Destination):
             return None
         if known is None:
             return None
-        return CommittedImages(PreviousVersion(record), len(known.files), None)
+        return CommittedImages(record, len(known.files), None)
 
 
 class PointerDraft(ImageDraft):
@@ -352,7 +352,7 @@ class PointerDraft(ImageDraft):
     def make_room(self) -> bool:
         return self._request.make_room()
 
-    def commit(self, labels: Labels) -> PreviousVersion:
+    def commit(self, labels: Labels) -> VersionRecord:
         if self._files is None:
             return super().commit(labels)
         # Read now: after ``publish`` the new pointers are at their paths.

@@ -49,7 +49,7 @@ class VersionFile:
         storage = spans.storage[span]
         index = np.where(storage == self._count, self._around, self._first + storage)
         # All storages of the version are end to end in its extents.
-        held = self._record.storages["length"].astype(np.int64)
+        held = self._record.length
         at = (np.cumsum(held) - held)[index] + spans.inside[span] + inside
         ends = np.append(0, np.cumsum(rows["length"].astype(np.int64)))
         extent, inside, length = overlaps(ends, at, length)
@@ -101,7 +101,7 @@ def table_of(reader: PoolReader, record: VersionRecord) -> FileTable | None:
     if table is None:
         return None
     # Both have digests, but offsets of another version would cut these storages wrongly.
-    if table.lengths != record.storages["length"].tolist():
+    if table.lengths != record.length.tolist():
         info = record.info
         raise CorruptionError(
             f"{reader.medium.info.name}: {info.model}@{info.step}: the files of this version do "

@@ -42,7 +42,7 @@ class FileBytes:
         self._record: Final = record
         self._stop: Final = stop
         self.files: Final = files
-        self.lengths: Final = record.storages["length"].astype(np.int64)
+        self.lengths: Final = record.length
         group = share(record, np.arange(len(self.lengths)))
         nowhere = np.zeros(len(self.lengths), np.int64)
         self._segments, _ = cut(sources(nowhere, self.lengths, group.extents))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Final, Generic, TypeVar
+from concurrent.futures import Future
+from typing import Final, TypeVar
 
 from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 
@@ -24,7 +24,38 @@ def abreast(
     item is raised in its turn. No thread is left when the iterator is exhausted or closed: a caller
     that stops early closes it (``contextlib.closing``).
     """
-    return _WorkerPool(work, count).over(items, max(count, ahead))
+    asked: queue.SimpleQueue[tuple[_Item, Future[_Result]] | None] = queue.SimpleQueue()
+    threads: list[JoinableThread] = []
+    under_way: list[Future[_Result]] = []
+
+    def take_part() -> None:
+        while (turn := asked.get()) is not None:
+            item, result = turn
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work(item))
+                except BaseException as error:
+                    result.set_exception(error)
+
+    try:
+        for item in items:
+            under_way.append(Future())
+            asked.put((item, under_way[-1]))
+            if len(threads) < count:
+                # Not a pool of threads: the exit of the process would wait for what they hang in.
+                thread = JoinableThread(take_part, f"{NAME}-{len(threads)}")
+                thread.start()
+                threads.append(thread)
+            if len(under_way) >= max(count, ahead):
+                yield under_way.pop(0).result()
+        while under_way:
+            yield under_way.pop(0).result()
+    finally:
+        for result in under_way:
+            result.cancel()  # an item that has not begun is skipped
+        for _ in threads:
+            asked.put(None)
+        finish(threads)
 
 
 def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
@@ -60,67 +91,3 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
         finish(begun)
     if failed:
         raise failed[0]
-
-
-class _WorkerPool(Generic[_Item, _Result]):
-    def __init__(self, work: Callable[[_Item], _Result], count: int) -> None:
-        self._work: Final = work
-        self._count: Final = count
-        self._asked: Final[queue.SimpleQueue[_Turn[_Item, _Result] | None]] = queue.SimpleQueue()
-        self._threads: Final[list[JoinableThread]] = []
-
-    def over(self, items: Iterable[_Item], ahead: int) -> Generator[_Result, None, None]:
-        under_way: list[_Turn[_Item, _Result]] = []
-        try:
-            for item in items:
-                turn: _Turn[_Item, _Result] = _Turn(item)
-                under_way.append(turn)
-                self._begin(turn)
-                if len(under_way) >= ahead:
-                    yield under_way.pop(0).result()
-            while under_way:
-                yield under_way.pop(0).result()
-        finally:
-            for turn in under_way:
-                turn.given_up = True  # an item that has not begun is skipped
-            for _ in self._threads:
-                self._asked.put(None)
-            finish(self._threads)
-
-    def _begin(self, turn: _Turn[_Item, _Result]) -> None:
-        self._asked.put(turn)
-        if len(self._threads) < self._count:
-            # Not a pool of threads: the exit of the process would wait for what they hang in.
-            thread = JoinableThread(self._run, f"{NAME}-{len(self._threads)}")
-            thread.start()
-            self._threads.append(thread)
-
-    def _run(self) -> None:
-        while (turn := self._asked.get()) is not None:
-            turn.run(self._work)
-
-
-class _Turn(Generic[_Item, _Result]):
-    """One item, and its outcome."""
-
-    def __init__(self, item: _Item) -> None:
-        self._item: Final = item
-        self._over: Final = threading.Event()
-        self._results: Final[list[_Result]] = []
-        self._error: BaseException | None = None
-        self.given_up = False
-
-    def run(self, work: Callable[[_Item], _Result]) -> None:
-        try:
-            if not self.given_up:
-                self._results.append(work(self._item))
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._over.set()
-
-    def result(self) -> _Result:
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from portus.engine.copying.segments import Digests, Sources, ranges
 from portus.engine.format.checksum import storage_digest, unit_counts
-from portus.engine.pipeline.plan import Column, Flags
-from portus.engine.spec import Extent, VersionInfo
+from portus.engine.pipeline.plan import Column
+from portus.engine.spec import Extent
 from portus.reach.format.layout import EXTENT, STORAGE, UNIT_DIGEST
 from portus.reach.index.records import Rows, VersionRecord
-
-REFRESH_COMMITS: Final = 64
-"""Commits after which shared storages are copied again, since rot in them is in every version that
-shares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +45,6 @@ class StorageRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class PreviousVersion:
-    """A committed version of a pool, to share with: a ``Previous``."""
-
-    record: VersionRecord
-
-    @property
-    def info(self) -> VersionInfo:
-        """The facts of the version, of its record."""
-        return self.record.info
-
-    @property
-    def length(self) -> Column:
-        length: Column = self.record.storages["length"].astype(np.int64)
-        return length
-
-    @property
-    def may_share(self) -> Flags:
-        born = self.record.storages["born"].astype(np.int64)
-        flags: Flags = born + REFRESH_COMMITS > self.record.info.commit
-        return flags
-
-    def digests(self, indices: Column) -> Digests:
-        return unit_digests(self.record.storages[indices], self.record.units)
-
-
 def sources(address: Column, length: Column, extents: Rows) -> Sources:
     """Return storages as sources, with the extents that hold them end to end."""
     return Sources(
@@ -94,15 +63,9 @@ def share(record: VersionRecord, indices: Column) -> StorageRows:
         indices,
         record.extents[ranges(rows["first_extent"].astype(np.int64), counts)],
         counts,
-        unit_digests(rows, record.units),
+        record.digests(indices),
         rows["born"].astype(np.int64),
     )
-
-
-def unit_digests(storages: Rows, units: Rows) -> Digests:
-    """Return unit digests of some storages. ``units``: of all storages of the version."""
-    counts = unit_counts(storages["length"].astype(np.int64))
-    return _as_digests(units[ranges(storages["first_unit"].astype(np.int64), counts)])
 
 
 def part(extents: Sequence[Extent], start: int, end: int) -> list[Extent]:
@@ -178,7 +141,3 @@ def _in_order(indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype
 
 def _as_rows(digests: Digests) -> Rows:
     return np.ascontiguousarray(digests).view(UNIT_DIGEST.dtype).reshape(-1)
-
-
-def _as_digests(rows: Rows) -> Digests:
-    return np.ascontiguousarray(rows).view(np.uint8).reshape(-1, UNIT_DIGEST.size)

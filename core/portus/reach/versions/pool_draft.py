@@ -7,7 +7,7 @@ room of ``reserve`` itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,12 +18,12 @@ from portus.engine.copying.local import copy, read_stored, same_bytes
 from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
-from portus.engine.spec import Extent
+from portus.engine.spec import PAGE, Extent
+from portus.reach.format.layout import EXTENT
 from portus.reach.index.commit_records import Change, NewVersion
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Rows, VersionRecord
 from portus.reach.versions.parts import (
-    PreviousVersion,
     StorageRows,
     offsets_in,
     part,
@@ -31,7 +31,11 @@ from portus.reach.versions.parts import (
     share,
     sources,
 )
-from portus.reach.versions.placement import pack, place
+
+ALIGNED_SIZE: Final = 16 * PAGE
+"""Storages of at least this many bytes start on a page; smaller ones share pages, 64-aligned."""
+
+_ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,8 @@ class PoolDraft:
         )
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        assert isinstance(before, PreviousVersion), "a pool shares with its own versions"
-        group = self.hold(before.record, indices)
+        assert isinstance(before, VersionRecord), "a pool shares with its own versions"
+        group = self.hold(before, indices)
         if group is None:
             return False
         moved = sources(address, self._lengths[indices], group.extents)
@@ -150,8 +154,8 @@ class PoolDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
 
-    def commit(self, labels: Labels) -> PreviousVersion:
-        return PreviousVersion(self.commit_rows(self.rows(), labels))
+    def commit(self, labels: Labels) -> VersionRecord:
+        return self.commit_rows(self.rows(), labels)
 
     def rows(self) -> tuple[Rows, Rows, Rows]:
         """Return storage, extent and unit rows of the version, once all storages are placed."""
@@ -201,3 +205,49 @@ class PoolDraft:
         held, self._held = self._held, []
         for extents in held:
             self._writer.release(extents)
+
+
+def pack(lengths: Column) -> tuple[Column, int]:
+    """Return offsets at which storages of ``lengths`` lie side by side, and the bytes that they
+    take.
+
+    Big ones first, each on pages of its own; the small ones after them, 64-aligned.
+    """
+    # Small ones share pages only with others of the same save (V1).
+    big = lengths >= ALIGNED_SIZE
+    room = np.where(big, -(-lengths // PAGE) * PAGE, -(-lengths // _ALIGNMENT) * _ALIGNMENT)
+    order = np.argsort(~big, kind="stable")
+    ends = np.cumsum(room[order])
+    offsets = np.empty(len(lengths), np.int64)
+    offsets[order] = ends - room[order]
+    return offsets, int(ends[-1]) if len(ends) else 0
+
+
+def place(offsets: Column, lengths: Column, room: list[Extent]) -> tuple[Rows, Column]:
+    """Return extent rows of storages at ``offsets`` of the reserved ``room`` (its extents end to
+    end), and how many rows each storage has."""
+    starts = np.cumsum([0] + [extent.length for extent in room])
+    if len(room) == 1:
+        some = lengths > 0
+        rows = np.zeros(int(some.sum()), EXTENT.dtype)
+        rows["offset"] = offsets[some] + room[0].offset
+        rows["length"] = lengths[some]
+        return rows, some.astype(np.int64)
+    pieces: list[tuple[int, int]] = []
+    counts = np.zeros(len(lengths), np.int64)
+    for index, (offset, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=True)):
+        before = len(pieces)
+        pieces += _pieces(offset, length, room, starts)
+        counts[index] = len(pieces) - before
+    return np.array(pieces, EXTENT.dtype), counts
+
+
+def _pieces(
+    offset: int, length: int, room: list[Extent], starts: NDArray[np.int64]
+) -> Iterator[tuple[int, int]]:
+    while length > 0:
+        index = int(np.searchsorted(starts, offset, side="right")) - 1
+        inside = offset - int(starts[index])
+        taken = min(length, room[index].length - inside)
+        yield room[index].offset + inside, taken
+        offset, length = offset + taken, length - taken
