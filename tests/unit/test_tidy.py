@@ -39,7 +39,7 @@ BROAD_EXCEPT = {
     "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
-    "core/portus/reach/versions/parallel.py: run": "raised in the thread that asks for the result",
+    "core/portus/reach/versions/parallel.py: abreast": "raised where the result is taken",
     "core/portus/reach/versions/parallel.py: in_any_order": (
         "raised in the thread that waits for all"
     ),

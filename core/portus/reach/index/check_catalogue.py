@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from portus.engine.format.checksum import digest
-from portus.engine.format.record import Record
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError
@@ -29,7 +27,7 @@ from portus.reach.format.layout import (
 )
 from portus.reach.index.findings import Findings
 from portus.reach.index.records import Pointer, VersionEntry, decode_catalogue, read_whole
-from portus.reach.index.roots import Root, read_roots, read_superblock
+from portus.reach.index.roots import Root, read_roots, read_superblock, unpack_whole
 
 _RETRIES_MAX: Final = 1000
 """Times that the catalogues are read again because a writer committed meanwhile, at most."""
@@ -91,7 +89,7 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
         return None
     pages = load(medium, 0, DATA_START)
     copies = [pages[offset : offset + SUPERBLOCK.size] for offset in SUPERBLOCK_OFFSETS]
-    whole = [_is_whole(SUPERBLOCK, copy, MAGIC) for copy in copies]
+    whole = [unpack_whole(SUPERBLOCK, copy, MAGIC) for copy in copies]
     for offset, good in zip(SUPERBLOCK_OFFSETS, whole, strict=True):
         if not good:
             say = findings.mend if any(whole) else findings.error
@@ -101,8 +99,8 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
     _check_padding(pages, findings)
     if not any(whole):
         return None
-    if any(SUPERBLOCK.unpack(copies[whole.index(True)])["reserved"]):  # type: ignore[arg-type]
-        findings.error("F2", "superblock", "reserved bytes of zero", "others")
+    for row in filter(None, whole):
+        zeros(findings, "superblock, reserved", cast(bytes, row["reserved"]))
     return read_superblock(medium).uuid
 
 
@@ -158,7 +156,7 @@ def load_slots(medium: Medium, seen: bytes | None = None) -> bytes:
         slots = b"".join(load(medium, offset, SLOT.size) for offset in SLOT_OFFSETS)
         if slots == seen:
             break
-        if all(_is_whole(SLOT, slot, ROOT_MAGIC) or not any(slot) for slot in _split(slots)):
+        if all(unpack_whole(SLOT, slot, ROOT_MAGIC) or not any(slot) for slot in _split(slots)):
             break
         time.sleep(_TORN_PAUSE_S)
     return slots
@@ -194,9 +192,9 @@ def _check_slots(subject: Subject, standing: ReachableVersions) -> None:
 
 def _check_slot(subject: Subject, index: int, slot: bytes) -> bool:
     """Return whether a slot is torn, and add a finding if it is intact and wrong."""
-    if not _is_whole(SLOT, slot, ROOT_MAGIC):
+    row = unpack_whole(SLOT, slot, ROOT_MAGIC)
+    if row is None:
         return True
-    row = SLOT.unpack(slot)
     where = f"root slot {index} at byte {SLOT_OFFSETS[index]}"
     uuid, sequence = cast(bytes, row["uuid"]), cast(int, row["sequence"])
     findings = subject.findings
@@ -348,8 +346,3 @@ def load(medium: Medium, offset: int, length: int) -> bytes:
     data = bytearray(length)
     medium.load(offset, memoryview(data))
     return bytes(data)
-
-
-def _is_whole(record: Record, data: bytes, magic: bytes) -> bool:
-    row = record.unpack(data)
-    return row["magic"] == magic and row["digest"] == digest(data[:-16])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Final, Generic, TypeVar
 
 from portus.errors import AbandonedError, MediumError, PortusError
@@ -53,7 +54,7 @@ class Line(Generic[Outcome]):
         try:
             with self._turn:
                 # The thread that had the turn before may have made this one too.
-                while not own.over:  # ends: each time the first that waits is made
+                while not own.future.done():  # ends: each time the first that waits is made
                     self._make(self._first())
         finally:
             self._leave(own)
@@ -81,7 +82,7 @@ class Line(Generic[Outcome]):
         except RoomError as error:
             for each in batch:
                 if len(batch) == 1:
-                    each.fail(error)
+                    each.future.set_exception(error)
                 else:
                     # Each alone: a client with many tensors must not make others fail
                     # (decision 0040).
@@ -89,14 +90,14 @@ class Line(Generic[Outcome]):
         except PortusError as error:
             for each in batch:
                 # One persist, one outcome for all of them (V3).
-                each.fail(error)
+                each.future.set_exception(error)
         except BaseException as error:
             for each in batch:
-                each.fail(error)
+                each.future.set_exception(error)
             raise
         else:
             for each, outcome in zip(batch, outcomes, strict=True):
-                each.end(outcome)
+                each.future.set_result(outcome)
 
     def _leave(self, own: _Waiting[Outcome]) -> None:
         """Remove a change, however its caller left. If Ctrl-C interrupted the wait for the turn,
@@ -105,7 +106,7 @@ class Line(Generic[Outcome]):
         with self._guard, contextlib.suppress(ValueError):
             self._waiting.remove(own)
             return
-        if not own.over:
+        if not own.future.done():
             with self._turn:
                 pass
 
@@ -115,24 +116,14 @@ class _Waiting(Generic[Outcome]):
 
     def __init__(self, change: Change) -> None:
         self.change: Final = change
-        self.over = False
-        self._outcome: list[Outcome] = []
-        self._error: BaseException | None = None
-
-    def end(self, outcome: Outcome) -> None:
-        """Record that the change was made, and its outcome."""
-        self._outcome, self.over = [outcome], True
-
-    def fail(self, error: BaseException) -> None:
-        """Record ``error``: the change was not made, or its outcome is unknown."""
-        self._error, self.over = error, True
+        self.future: Final = Future[Outcome]()
 
     def result(self) -> Outcome:
         """Return the outcome, or raise a fresh copy of the error: threads that raise the same
         object write into its traceback."""
-        error = self._error
+        error = self.future.exception()
         if error is None:
-            return self._outcome[0]
+            return self.future.result()
         if isinstance(error, MediumError):
             raise MediumError(*error.args) from error
         if isinstance(error, PortusError):

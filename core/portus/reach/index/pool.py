@@ -93,7 +93,7 @@ class PoolWriter(PoolReader):
         super().__init__(medium, locks)
         if not self.superblock.writable:
             raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
-        settle_superblock(medium, self.superblock)
+        settle_superblock(medium)
         self.max_bytes = max_bytes
         """Bytes to which the pool may grow from now on; None: no limit."""
         self.yields: Final[list[Callable[[], bool]]] = []
@@ -302,7 +302,7 @@ class PoolWriter(PoolReader):
             )
         # One copy is intact, so the other is restored while that is possible.
         if fixed != [self.superblock] * len(fixed):
-            settle_superblock(self.medium, self.superblock)
+            settle_superblock(self.medium)
         for there in read_roots(self.medium, self.superblock.uuid):
             if there.slot not in self._unsure and there != self._slots.get(there.slot):
                 raise CorruptionError(

@@ -35,13 +35,11 @@ _log: Final = logging.getLogger("portus")
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The identity of a pool. ``writable``: it has no feature that this program cannot write.
-    ``compat``: its feature bits that do not matter here."""
+    """The identity of a pool. ``writable``: it has no feature that this program cannot write."""
 
     uuid: bytes
     created_ns: int
     writable: bool = True
-    compat: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,43 +76,31 @@ def format_superblock(medium: Medium, uuid: bytes | None = None) -> Superblock:
 
 def store_superblock(medium: Medium, block: Superblock, offset: int) -> Extent:
     """Store one copy of the superblock, and return the extent to persist."""
-    medium.store(offset, _pack(block))
+    body = SUPERBLOCK.pack(
+        magic=MAGIC,
+        format_version=FORMAT_VERSION,
+        page_size=PAGE,
+        uuid=block.uuid,
+        created_ns=block.created_ns,
+    )
+    medium.store(offset, _seal(body))
     return Extent(offset, PAGE)
 
 
-def settle_superblock(medium: Medium, block: Superblock) -> None:
-    """Make both copies of the superblock intact and equal to ``block``, which was read from one of
-    them; durable on return.
-
-    A damaged copy is restored from the other, with an error in the log. Raises ``MediumError``.
-    """
-    damaged = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is None]
-    for offset in damaged:
+def settle_superblock(medium: Medium) -> None:
+    """Restore a damaged copy of the superblock from the other one, with an error in the log;
+    durable on return. One is intact. Raises ``MediumError``."""
+    whole = [each for each in SUPERBLOCK_OFFSETS if whole_superblock(medium, each) is not None]
+    for offset in {*SUPERBLOCK_OFFSETS}.difference(whole):
         _log.error(
             "%s: the superblock at byte %d is damaged; restored from its copy. Look at the disk",
             medium.info.name,
             offset,
         )
-    # Damaged ones first: until one is restored, the other is all there is.
-    whole = [offset for offset in SUPERBLOCK_OFFSETS if offset not in damaged]
-    for offset in (*damaged, *whole):  # one after the other: whatever tears, one is whole
-        found = bytearray(SUPERBLOCK.size)
-        medium.load(offset, memoryview(found))
-        if found != _pack(block):
-            medium.persist([store_superblock(medium, block, offset)])
-
-
-def _pack(block: Superblock) -> bytes:
-    return _seal(
-        SUPERBLOCK.pack(
-            magic=MAGIC,
-            format_version=FORMAT_VERSION,
-            page_size=PAGE,
-            compat=block.compat,
-            uuid=block.uuid,
-            created_ns=block.created_ns,
-        )
-    )
+        found = memoryview(bytearray(SUPERBLOCK.size))
+        medium.load(whole[0], found)
+        medium.store(offset, found)
+        medium.persist([Extent(offset, PAGE)])
 
 
 def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
@@ -124,10 +110,8 @@ def whole_superblock(medium: Medium, offset: int) -> Superblock | None:
     """
     data = memoryview(bytearray(SUPERBLOCK.size))
     medium.load(offset, data)
-    row = _whole(SUPERBLOCK, data)
-    if row is None or row["magic"] != MAGIC:
-        return None
-    return _superblock(medium.info.name, row)
+    row = unpack_whole(SUPERBLOCK, data, MAGIC)
+    return None if row is None else _superblock(medium.info.name, row)
 
 
 def read_superblock(medium: Medium) -> Superblock:
@@ -174,7 +158,6 @@ def _superblock(name: str, row: dict[str, Value]) -> Superblock:
         cast(bytes, row["uuid"]),
         cast(int, row["created_ns"]),
         not row["read_only_compat"],
-        cast(int, row["compat"]),
     )
 
 
@@ -217,8 +200,8 @@ def read_roots(medium: Medium, uuid: bytes) -> list[Root]:
     data = memoryview(bytearray(SLOT_OFFSETS[1] + SLOT.size - start))
     medium.load(start, data)  # both at once: each look at a pool on a storage host begins with them
     for slot, offset in enumerate(SLOT_OFFSETS):
-        row = _whole(SLOT, data[offset - start :][: SLOT.size])
-        if row is None or row["magic"] != ROOT_MAGIC or row["uuid"] != uuid:
+        row = unpack_whole(SLOT, data[offset - start :][: SLOT.size], ROOT_MAGIC)
+        if row is None or row["uuid"] != uuid:
             continue
         root = _root(row)
         if root.slot == slot:
@@ -251,6 +234,7 @@ def _seal(body: bytes) -> bytes:
     return body[:-16] + digest(body[:-16])
 
 
-def _whole(record: Record, data: memoryview) -> dict[str, Value] | None:
+def unpack_whole(record: Record, data: bytes | memoryview, magic: bytes) -> dict[str, Value] | None:
+    """Return the fields of a superblock or a slot, or None if its magic or its digest is wrong."""
     row = record.unpack(data)
-    return row if row["digest"] == digest(data[:-16]) else None
+    return row if row["magic"] == magic and row["digest"] == digest(data[:-16]) else None
