@@ -74,6 +74,26 @@ def test_signals_count_whichever_thread_the_system_gives_them_to(tmp_path: Path)
         assert host.ended() == 0
 
 
+LATE = """
+import os, signal, sys
+
+class Late:
+    def __del__(self, send=os.kill, process=os.getpid(), numbers=(1, 2, 15)):
+        for number in numbers:
+            send(process, number)
+
+late = Late()  # until the interpreter clears its modules
+sys.argv = sys.argv[3:]
+from portus.cli.main import main
+main()
+"""
+
+
+def test_signals_that_come_as_a_host_ends_do_not_change_its_exit_code(tmp_path: Path) -> None:
+    with Host(tmp_path / "pools", under=[sys.executable, "-c", LATE]) as host:
+        assert host.stop() == 0
+
+
 @pytest.mark.long
 def test_every_medium_is_served(tmp_path: Path) -> None:
     for place in (tmp_path / "pools", tmp_path / "one.portus", "memory:64M"):

@@ -44,6 +44,7 @@ _BLOCK: Final = 256 << 10
 _ARENAS: Final = 2
 
 _ENDS: Final = frozenset({signal.SIGTERM, signal.SIGINT})
+_SIGNALS: Final = _ENDS | {signal.SIGHUP}
 
 
 def serve(options: ServeOptions) -> bool:
@@ -79,6 +80,9 @@ def serve(options: ServeOptions) -> bool:
             with contextlib.suppress(PortusError):  # it is in the log
                 reload(options, server)
             notify("READY=1")
+    for number in _SIGNALS:
+        # Python's own end would restore the default, and a second signal would end the process.
+        signal.signal(number, signal.SIG_IGN)
     notify("STOPPING=1")
     tell(logging.INFO, "ending", "ending")
     if admin is not None:
@@ -136,7 +140,7 @@ def _signal_socket() -> socket.socket:
     """
     reading, writing = socket.socketpair()
     writing.setblocking(False)
-    for number in _ENDS | {signal.SIGHUP}:
+    for number in _SIGNALS:
         signal.signal(number, lambda number, frame: None)
     signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
     return reading
