@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by: python -m tests.walks -->\n\n", "<!-- end of what is made -->"
 
-WRAPPERS = ("engine/media/calls", "companions/job/replacement")
+WRAPPERS = ("engine/media/calls", "companions/job/stock")
 """Modules whose functions wrap others, and do nothing else."""
 EITHER = {"engine/writer/staged_way": "StagedWay.", "engine/writer/cached_way": "CachedWay."}
 """Two ways to write: which one is taken is measured on each file system."""

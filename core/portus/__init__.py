@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from portus.companions.job.cadence import parse_cadence as parse_cadence
     from portus.companions.job.preemption import Preemption as Preemption
     from portus.companions.job.preemption import times_preempted as times_preempted
-    from portus.companions.job.replacement import around as around
     from portus.companions.job.stock import Framework as Framework
+    from portus.companions.job.stock import around as around
     from portus.companions.job.stock import is_disabled as is_disabled
     from portus.companions.loaders.cursor import DataCursor as DataCursor
     from portus.companions.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
@@ -71,8 +71,7 @@ _NAMES_OF: Final = {
     "portus._autoload": "register_reference_loader this_is_a_pointer_run_portus_export",
     "portus.companions.job.cadence": "Cadence parse_cadence",
     "portus.companions.job.preemption": "Preemption times_preempted",
-    "portus.companions.job.replacement": "around",
-    "portus.companions.job.stock": "Framework is_disabled",
+    "portus.companions.job.stock": "Framework around is_disabled",
     "portus.companions.loaders.cursor": "DataCursor",
     "portus.companions.loaders.randomness": (
         "RANDOMNESS_BYTES capture_randomness restore_randomness"

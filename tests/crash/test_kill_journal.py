@@ -63,7 +63,7 @@ def test_what_kills_lose_is_known_to_the_step(folder: Path, seed: int) -> None:
         begun.append(last(lines, "from"))
         found, seen = journal_of(folder)
         assert not found.running
-        steps = seen.sessions[-1].session.steps
+        steps = seen.sessions[-1].steps
         assert begun[-1] + steps in (last(lines, "did"), last(lines, "did") + 1)
         ended.append(begun[-1] + steps)
         assert seen.steps == ended[-1]

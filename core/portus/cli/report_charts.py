@@ -101,7 +101,7 @@ def steps_chart(its: Account) -> Chart:
 def intervals(its: Account) -> list[list[Point]]:
     """Return, for each session, points of (moment, steps to the next save) as decided, or else as
     saves came. A last point repeats the last interval at the session's end, or at its last save."""
-    ends = {each.session.begun.session: each.end_s for each in its.sessions}
+    ends = {each.begun.session: each.end_s for each in its.sessions}
     found: list[list[Point]] = []
     for choices in by_session(its.choices):
         points = [(each.time_s, float(each.line.interval)) for each in choices]

@@ -61,7 +61,7 @@ class JournaledRun:
     @property
     def is_running(self) -> bool:
         """True if the newest session of the run is active on this machine."""
-        newest = self.account.sessions[-1].session.begun.session
+        newest = self.account.sessions[-1].begun.session
         return any(newest in each.running for each in self.journals)
 
 
@@ -217,7 +217,7 @@ def parts(its: Account) -> list[tuple[str, float]]:
 def state_text(seen: JournaledRun) -> str:
     """Return whether a run is active, and when it was last active."""
     its = seen.account
-    last = its.sessions[-1].session
+    last = its.sessions[-1]
     time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
     if seen.is_running:
         return f"runs; its last step ended {words.age(time_ns)}"

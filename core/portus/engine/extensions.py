@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Final
 
-PLACING: Final = "portus.companions.job.placing:Placing"
+PLACING: Final = "portus.companions.job.clock:Placing"
 """Makes a ``CopyChoice`` that chooses by measurements."""
 
 USE_POINTER: Final = "portus.reach.pools.resolve:use_pointer"

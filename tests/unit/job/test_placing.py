@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from portus.companions.job.clock import Clock, HostTimeline
-from portus.companions.job.placing import Placing
+from portus.companions.job.clock import Clock, HostTimeline, Placing
 from portus.engine.fence import fence
 from portus.engine.fence.device import DeviceRoom
 from portus.engine.pipeline.handle import SaveStats

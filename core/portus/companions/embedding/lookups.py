@@ -202,28 +202,21 @@ def check_early(model: torch.nn.Module, tables: Sequence[Table]) -> list[torch.n
     cannot be looked up early."""
     found = []
     for table in tables:
-        modules = [each for each in model.modules() if _weight(each) is table.weight]
+        modules = [m for m in model.modules() if getattr(m, "weight", None) is table.weight]
         if len(modules) != 1:
             raise UsageError(
                 f"{table.name}: early_lookup takes a table that one module looks up, found "
                 f"{len(modules)} modules"
             )
-        found.append(_check(table, modules[0]))
+        [module] = modules
+        mode = getattr(module, "mode", None)
+        if not isinstance(module, torch.nn.EmbeddingBag) or mode != "sum":
+            raise UsageError(
+                f"{table.name}: early_lookup adds what an update changed to a sum that was made "
+                "before it, so it takes an EmbeddingBag with mode='sum', found "
+                f"{type(module).__name__}{'' if mode is None else f' with mode={mode!r}'}"
+            )
+        if module.padding_idx is not None:
+            raise UsageError(f"{table.name}: early_lookup takes no padding_idx; omit it")
+        found.append(module)
     return found
-
-
-def _weight(module: torch.nn.Module) -> object:
-    return getattr(module, "weight", None)
-
-
-def _check(table: Table, module: torch.nn.Module) -> torch.nn.EmbeddingBag:
-    if not isinstance(module, torch.nn.EmbeddingBag) or module.mode != "sum":
-        found = getattr(module, "mode", None)
-        raise UsageError(
-            f"{table.name}: early_lookup adds what an update changed to a sum that was made before "
-            f"it, so it takes an EmbeddingBag with mode='sum', found {type(module).__name__}"
-            f"{'' if found is None else f' with mode={found!r}'}"
-        )
-    if module.padding_idx is not None:
-        raise UsageError(f"{table.name}: early_lookup takes no padding_idx; omit it")
-    return module

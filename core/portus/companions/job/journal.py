@@ -344,15 +344,12 @@ class Journal(Companion, fence.Listener):
     def _append(self, lines: Sequence[Head | Line]) -> None:
         """Add lines in one write to the existing file: other processes may add too."""
         data = b"".join(map(encode, lines))
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
-        descriptor = os.open(self._path, flags | getattr(os, "O_CLOEXEC", 0), 0o666)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        with open(self._path, "a+b", buffering=len(data) + 2) as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read(1) not in (b"", b"\n"):
                 data = b"\n" + data  # a torn line stays a line of its own
-            _write_all(descriptor, data)
-        finally:
-            os.close(descriptor)
+            file.write(data)
         if size + len(data) > SIZE_MAX:
             self._shorten()
 
@@ -474,12 +471,6 @@ def _map_new_file(stem: str, session: str, data: bytes) -> tuple[mmap.mmap | Non
         with contextlib.suppress(OSError):
             os.unlink(fresh)
     return None, ""
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _short(text: str) -> str:

@@ -1,11 +1,14 @@
-"""The framework's own saves: when to leave saves to it, and the messages about that."""
+"""The framework's own saves: when to leave saves to it, and the messages about that; and its
+functions, replaced by functions that call the stock ones."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 from portus.errors import UsageError
 
@@ -68,3 +71,19 @@ class Framework:
                 f"{known}: a newer one saved it. Upgrade Portus here, or set PORTUS_DISABLE=1, and "
                 f"the run continues with other {what}"
             )
+
+
+Change = tuple[Any, str, Any]
+"""An owner, a name in it, and the value to set."""
+
+
+def around(owner: Any, name: str, function: Callable[..., Any]) -> Change:
+    """Return the change that replaces ``name`` by ``function``, which is called with the stock
+    function before the arguments."""
+    stock = getattr(owner, name)
+
+    @functools.wraps(stock)
+    def replacement(*given: Any, **named: Any) -> Any:
+        return function(stock, *given, **named)
+
+    return owner, name, replacement

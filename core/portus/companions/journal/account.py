@@ -36,11 +36,23 @@ from portus.companions.journal.lines import (
     add_line,
 )
 
+Placed = TypeVar("Placed", Saved, IntervalDecided)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLine(Generic[Placed]):
+    """A line with its place in the training. ``time_s``: since the training began."""
+
+    time_s: float
+    at: int
+    line: Placed
+
 
 @dataclass(slots=True)
 class Session:
-    """The lines of one session. ``ended`` is None if its end is unknown: then the session reached
-    at least the step of its lines."""
+    """The lines of one session, and its place in the training: from ``begin_s``, at the step
+    ``base``, with ``base_s`` of work done, to ``end_s``, at the step ``end``. ``ended`` is None if
+    its end is unknown: then the session reached at least the step of its lines."""
 
     begun: SessionBegun
     saved: list[Saved] = field(default_factory=list)
@@ -48,6 +60,19 @@ class Session:
     decided: list[IntervalDecided] = field(default_factory=list)
     folded: FoldedLines | None = None
     ended: SessionEnded | None = None
+    base: int = 0
+    base_s: float = 0.0
+    begin_s: float = 0.0
+
+    @property
+    def end(self) -> int:
+        """Return the step at its end."""
+        return self.base + self.steps
+
+    @property
+    def end_s(self) -> float:
+        """Return the time of its end."""
+        return self.begin_s + self.elapsed_s
 
     @property
     def steps(self) -> int:
@@ -83,7 +108,11 @@ class Session:
         """Return True if the session closed the run; else it was killed, or still runs."""
         return self.ended is not None and self.ended.closed
 
-    def work_s(self, steps: int) -> float:
+    def work_s(self, steps: int | None = None) -> float:
+        """Return the work of the training that was done after so many of its steps; None: all."""
+        return self.base_s + self._own_work_s(self.steps if steps is None else steps)
+
+    def _own_work_s(self, steps: int) -> float:
         """Return the time of its first ``steps`` without saves: known at its saves and at its end,
         in proportion between them."""
         points = {0: 0.0, **{each.steps: each.work_s for each in self.saved}}
@@ -104,6 +133,11 @@ class Session:
                 return save.steps
         asked = self.ended.asked if self.ended else ()
         return next((each.steps for each in asked if each.token == token), None)
+
+    def place(self, line: Placed) -> PlacedLine[Placed]:
+        """Return a line of this session with its place."""
+        time_s = self.begin_s + line.at_s - self.begun.at_s
+        return PlacedLine(time_s, self.base + line.steps, line)
 
 
 def sessions(lines: Iterable[Line]) -> list[Session]:
@@ -154,48 +188,6 @@ class Restart:
     killed: bool
 
 
-Placed = TypeVar("Placed", Saved, IntervalDecided)
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedLine(Generic[Placed]):
-    """A line with its place in the training. ``time_s``: since the training began."""
-
-    time_s: float
-    at: int
-    line: Placed
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpan:
-    """A session with its place in the training: from ``begin_s``, at the step ``base``, with
-    ``base_s`` of work done, to ``end_s``, at the step ``end``."""
-
-    session: Session
-    base: int = 0
-    base_s: float = 0.0
-    begin_s: float = 0.0
-
-    @property
-    def end(self) -> int:
-        """Return the step at its end."""
-        return self.base + self.session.steps
-
-    @property
-    def end_s(self) -> float:
-        """Return the time of its end."""
-        return self.begin_s + self.session.elapsed_s
-
-    def work_s(self, steps: int | None = None) -> float:
-        """Return the work of the training that was done after so many of its steps; None: all."""
-        return self.base_s + self.session.work_s(self.session.steps if steps is None else steps)
-
-    def place(self, line: Placed) -> PlacedLine[Placed]:
-        """Return a line of this session with its place."""
-        time_s = self.begin_s + line.at_s - self.session.begun.at_s
-        return PlacedLine(time_s, self.base + line.steps, line)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
     """The time account of one training. Seconds of wall time; sizes in bytes.
@@ -216,7 +208,7 @@ class Account:
     steps: int
     pending_steps: int
     lost_steps: int
-    sessions: tuple[SessionSpan, ...]
+    sessions: tuple[Session, ...]
     restarts: tuple[Restart, ...]
     saves: tuple[PlacedLine[Saved], ...]
     choices: tuple[PlacedLine[IntervalDecided], ...]
@@ -258,17 +250,17 @@ class Account:
 
 def account(lines: Iterable[Line]) -> Account | None:
     """Return the account of the newest training of a journal; None if none began."""
-    spans: list[SessionSpan] = []
+    spans: list[Session] = []
     restarts: list[Restart] = []
     earlier = 0
     for each in sessions(lines):
         before = spans[-1] if spans else None
         origin = _origin(each, spans)
-        if before is None or (origin is None and before.session.is_closed and before.session.saved):
+        if before is None or (origin is None and before.is_closed and before.saved):
             earlier += len(spans[:1])
-            spans, restarts = [SessionSpan(each)], []
+            spans, restarts = [each], []
             continue
-        down_s = _gap(before.session, each)
+        down_s = _gap(before, each)
         base, base_s = origin or (0, 0.0)
         lost = max(0, before.end - base)
         restarts.append(
@@ -279,19 +271,20 @@ def account(lines: Iterable[Line]) -> Account | None:
                 at=base,
                 lost_steps=lost,
                 lost_s=max(0.0, before.work_s() - base_s) if lost else 0.0,
-                is_exact=before.session.ended is not None,
-                killed=not before.session.is_closed,
+                is_exact=before.ended is not None,
+                killed=not before.is_closed,
             )
         )
-        spans.append(SessionSpan(each, base, base_s, before.end_s + down_s))
+        each.base, each.base_s, each.begin_s = base, base_s, before.end_s + down_s
+        spans.append(each)
     return _account(spans, restarts, earlier) if spans else None
 
 
-def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier: int) -> Account:
+def _account(spans: Sequence[Session], restarts: Sequence[Restart], earlier: int) -> Account:
     last = spans[-1]
     wall_s = last.end_s
-    sums = [each.session.sums for each in spans]
-    saves = [each.place(line) for each in spans for line in each.session.saved]
+    sums = [each.sums for each in spans]
+    saves = [each.place(line) for each in spans for line in each.saved]
     # Times are measured, and some are medians: none may take another's time.
     down_s = sum(each.down_s for each in restarts)
     up_s = max(0.0, wall_s - down_s)
@@ -302,7 +295,7 @@ def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier:
     saves_s = min(cost_s, up_s - kept_s - lost_s)
     committed = [save.at for save in saves if save.at <= last.end]
     return Account(
-        begun_ns=spans[0].session.begun.time_ns,
+        begun_ns=spans[0].begun.time_ns,
         wall_s=wall_s,
         kept_s=kept_s,
         lost_s=lost_s,
@@ -315,7 +308,7 @@ def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier:
         sessions=tuple(spans),
         restarts=tuple(restarts),
         saves=tuple(saves),
-        choices=tuple(each.place(line) for each in spans for line in each.session.decided),
+        choices=tuple(each.place(line) for each in spans for line in each.decided),
         committed=sum(each.saves for each in sums),
         failed=sum(each.failed for each in sums),
         blocked_s=sum(each.blocked_s for each in sums),
@@ -326,28 +319,28 @@ def _account(spans: Sequence[SessionSpan], restarts: Sequence[Restart], earlier:
     )
 
 
-def _origin(session: Session, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
+def _origin(session: Session, spans: Sequence[Session]) -> tuple[int, float] | None:
     """Return the place that a session continued from, and the work done by then; None: anew."""
     begun = session.begun
     if begun.resumed is not None:
         for before in reversed(spans):
-            steps = before.session.steps_at(begun.resumed)
+            steps = before.steps_at(begun.resumed)
             if steps is not None:
                 return before.base + steps, before.work_s(steps)
     step = _resumed_step(session)
     return None if step is None else _number_of(step, spans)
 
 
-def _number_of(step: int, spans: Sequence[SessionSpan]) -> tuple[int, float] | None:
+def _number_of(step: int, spans: Sequence[Session]) -> tuple[int, float] | None:
     """Return the place that a training calls ``step``, if its numbers count optimizer steps."""
     for before in reversed(spans):
-        for save in reversed(before.session.saved):
+        for save in reversed(before.saved):
             if save.step == step:
                 return before.base + save.steps, before.work_s(save.steps)
     for before in reversed(spans):
-        for save in reversed(before.session.saved):
+        for save in reversed(before.saved):
             steps = save.steps + step - save.step
-            if before.base + save.steps == save.step and 0 <= steps <= before.session.steps:
+            if before.base + save.steps == save.step and 0 <= steps <= before.steps:
                 return before.base + steps, before.work_s(steps)
     return None
 

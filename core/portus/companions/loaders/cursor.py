@@ -216,7 +216,9 @@ class DataCursor:
             self._waiting, reason = self._resume(position, state, batch)
         if batch is not None:
             self._change_batch(batch)
-        self._put_seed(state)
+        # The seed of all epochs, whatever seed this run was given.
+        for saved in state["now"]["samplers"][-1:]:
+            samplers.put_seed(samplers.chain(self.stock)[-1], saved)
         return reason
 
     def put_back(self, state: Mapping[str, Any]) -> None:
@@ -247,9 +249,7 @@ class DataCursor:
 
     def begin(self, passed_over: int) -> Iteration:
         """Begin an iteration; called twice for one epoch if there are workers."""
-        is_stateful = samplers.is_torchdatas(self.loader, "state_dict")
-        kind = StatefulIteration if is_stateful else Iteration
-        self.newest = kind(self, self._waiting, passed_over)
+        self.newest = Iteration(self, self._waiting, passed_over)
         return self.newest
 
     def start(
@@ -311,7 +311,10 @@ class DataCursor:
         # As many requests as before the save: stock samplers draw at the first index, and once more
         # at the end (decision 0128).
         ahead = _ResumedIterator(batches, resume.asked - count)
-        self._put_generators(resume.now)
+        samplers.put_generators(self.loader, resume.now["loader"])
+        own = samplers.chain(self.stock)
+        for each, state in zip(own, resume.now["samplers"], strict=True):
+            samplers.put_generators(each, state.get("generators", {}))
         return ahead
 
     def _compare(self, position: Position, order: str | None) -> None:
@@ -416,17 +419,6 @@ class DataCursor:
         if len(own) == len(start["samplers"]):
             for each, state in zip(own, start["samplers"], strict=True):
                 samplers.put(each, state)
-
-    def _put_generators(self, start: _Start) -> None:
-        samplers.put_generators(self.loader, start["loader"])
-        for each, state in zip(samplers.chain(self.stock), start["samplers"], strict=True):
-            samplers.put_generators(each, state.get("generators", {}))
-
-    def _put_seed(self, state: Mapping[str, Any]) -> None:
-        """Restore the seed of all epochs, whatever seed this run was given."""
-        saved = state["now"]["samplers"][-1:]
-        if saved:
-            samplers.put_seed(samplers.chain(self.stock)[-1], saved[0])
 
     def _change_batch(self, batch: int) -> None:
         assert self._way is not None
@@ -570,10 +562,7 @@ class Iteration(Iterator[Any]):
         delivered = self.resume.position.batches * self._cursor.at_once
         return delivered + max(0, self._asked - self._passed_over)
 
-
-class StatefulIteration(Iteration):
-    """An iteration for torchdata's loader, which asks for its state. That is the stock iterator's,
-    so a checkpoint can also be resumed without a cursor."""
+    # For torchdata's loader, whose checkpoints can also be resumed without a cursor.
 
     def state_dict(self) -> Any:
         """Return the stock iterator's state; for a redistributed epoch {}: torchdata refuses it."""
