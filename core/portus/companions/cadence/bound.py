@@ -256,15 +256,11 @@ class Tuner:
         if state.get("measured_on") != dict(measured_on):
             self.costs = None
             return False
-        self.costs = _costs_of(state.get("costs"))
+        try:
+            self.costs = msgspec.convert(state.get("costs"), Costs | None)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the state of a cadence: costs: {error}") from error
         return self.costs is not None
-
-
-def _costs_of(saved: object) -> Costs | None:
-    try:
-        return msgspec.convert(saved, Costs | None)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"the state of a cadence: costs: {error}") from error
 
 
 def not_negative(name: str, value: object, unit: str) -> float:

@@ -226,7 +226,10 @@ class Batches:
             self._training.check_tables()
             self._training.check_optimizers()
             self._look()
-            if self._moments.is_whole or self._is_changed(self._held):
+            # What a loop sets before the updates of a batch is not part of the one before.
+            may_change = not self._sets_before and self._held.dense_batch == self.count
+            settings = settings_of(self._training.optimizers)
+            if self._moments.is_whole or (may_change and self._moments.settings != settings):
                 self._take_again(afresh=False)
         # Before it is handed over: an error from here on must not commit it twice.
         moment, self._held = self._held, None
@@ -237,12 +240,6 @@ class Batches:
             self._committer.put(moment)
         if moment.rows is None:  # it is read from the tables, which other code may change
             self._committer.settle()
-
-    def _is_changed(self, held: Moment) -> bool:
-        """Return whether the loop changed settings after the updates of the last batch."""
-        if self._sets_before or held.dense_batch != self.count:
-            return False
-        return self._moments.has_other_settings()
 
     def _end(self, batch: int) -> None:
         """End a batch, except for changes that the loop makes after the updates."""

@@ -63,12 +63,8 @@ class Moments:
         """Rows that the next batch will update, as far as it is known."""
         self._said: object = None
         """The result of ``extra`` for the last moment."""
-        self._settings = ""
+        self.settings = ""
         """Settings of the optimizers in the state of the last moment."""
-
-    def has_other_settings(self) -> bool:
-        """Return whether a setting of an optimizer changed since the last moment was taken."""
-        return self._settings != settings_of(self._training.optimizers)
 
     def hand_over(self) -> None:
         """Note that the last moment is about to be committed: it is not taken again."""
@@ -79,7 +75,7 @@ class Moments:
         taken again, until ``hand_over``. asks: call ``extra``, instead of using its last result."""
         mapped, self._taken = self._mapped, self.dense
         dense = self.dense
-        self._settings = settings_of(self._training.optimizers)
+        self.settings = settings_of(self._training.optimizers)
         if dense is not None and self._leaves(dense, batch):
             return dense.with_rows(batch, self._training.tables, self._rows_ahead())
         if mapped is not None:

@@ -170,7 +170,9 @@ class Fold:
         """Add a dense part that earlier moments left out, and that was committed since. Return as
         ``add``."""
         if moment.dense_batch > self.dense_batch:
-            if not self._add(moment.dense_bunches(self.image.extents)):
+            extents = self.image.extents
+            dense = [b for each in sorted(moment.left) for b in moment.whole(each, extents[each])]
+            if not self._add(dense):
                 return False
             self.contents, self.dense_batch = moment.contents, moment.dense_batch
         return True

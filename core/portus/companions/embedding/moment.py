@@ -98,11 +98,6 @@ class Moment:
                 found += self.whole(index, extents_of(index))
         return found
 
-    def dense_bunches(self, extents: Sequence[Sequence[Extent]]) -> list[Bunch]:
-        """Return bunches of the dense storages that the moment left, whole. extents: of each
-        storage, in the pool."""
-        return [bunch for index in sorted(self.left) for bunch in self.whole(index, extents[index])]
-
     def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:
         """Return all of a storage as patches of the pool; ``extents``: its place there."""
         address, length = int(self.address[index]), int(self.length[index])

@@ -46,7 +46,7 @@ from portus.reach.index.in_place import (
 )
 from portus.reach.index.log import Bunch, entry_size, pending, read_log
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.records import InPlaceStorage, VersionRecord
+from portus.reach.index.records import InPlaceStorage
 from portus.reach.media.pool import Extents
 from portus.reach.versions.parts import StorageRows
 
@@ -122,7 +122,8 @@ class PlacedStore(TableStore):
         changed: list[NDArray[np.int64]] = []
         for index, place in moment.placed.items():
             if moment.rows is None or not place.sums:
-                sums[index] = self._all_sums(place)
+                units = enumerate(self._units(place))
+                sums[index] = [unit_sum(data, place.cell, rank) for rank, data in units]
                 changed.append(np.array([[place.extent.offset, place.extent.length]]))
             else:
                 sums[index] = self._new_sums(place)
@@ -131,7 +132,9 @@ class PlacedStore(TableStore):
             # Before the entry that commits them: it must not be there without the rows
             # (decision 0178).
             self.pool.medium.persist(Extents(*np.concatenate(changed).T))
-        _say(moment, sums)
+        for index, each in sums.items():
+            target = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * len(each))
+            target[:] = encode_sums(each)
         super().commit(moment)
         for index, place in moment.placed.items():
             place.sums = sums[index]
@@ -188,9 +191,6 @@ class PlacedStore(TableStore):
         for rank, low, high in zip(first.tolist(), bounds, bounds[1:], strict=False):
             sums[rank] = update_sum(sums[rank], place.old[low:high], new[low:high])
         return sums
-
-    def _all_sums(self, place: TensorLocation) -> list[int]:
-        return [unit_sum(data, place.cell, rank) for rank, data in enumerate(self._units(place))]
 
     def _make_room(self, size: int) -> None:
         """Make room in the log for an entry of ``size`` bytes and two more: one that ends an undo,
@@ -291,12 +291,6 @@ class PlacedStore(TableStore):
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _row_bytes(self, record: VersionRecord) -> dict[int, int]:
-        """Return the bytes of one row, for each storage that begins with a tensor with rows."""
-        lengths = record.length.tolist()
-        found = [(each.storage, each.shape[0]) for each in self.tensors() if each.shape]
-        return {index: lengths[index] // rows for index, rows in found if rows}
-
     def _open(self) -> None:
         super()._open()
         record, log = self._record, self._log
@@ -319,11 +313,11 @@ class PlacedStore(TableStore):
             )
             log.append([], b"", record.info.commit)  # only now that they are restored
         there = InPlaceReader(medium, record, read_log(medium, record))
-        rows = self._row_bytes(record)
+        counts = {each.storage: each.shape[0] for each in self.tensors() if each.shape}
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)
-            place = TensorLocation(extent, rows[each.storage], each.cell, there.sums(each.storage))
-            self._places[each.storage] = place
+            row, sums = extent.length // counts[each.storage], there.sums(each.storage)
+            self._places[each.storage] = TensorLocation(extent, row, each.cell, sums)
 
 
 def _offsets(place: TensorLocation, cells: Column) -> Column:
@@ -338,10 +332,3 @@ def _runs(place: TensorLocation) -> NDArray[np.int64]:
     first = np.flatnonzero(np.diff(cells, prepend=-2) != 1)
     count = np.diff(first, append=len(cells))
     return np.stack([place.extent.offset + cells[first] * place.cell, count * place.cell], 1)
-
-
-def _say(moment: Moment, sums: Mapping[int, list[int]]) -> None:
-    """Fill the storages of a moment that have the digests of its tables."""
-    for index, each in sums.items():
-        target = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * len(each))
-        target[:] = encode_sums(each)

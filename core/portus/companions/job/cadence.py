@@ -312,15 +312,11 @@ class Cadence:
 
     def _here(self) -> dict[str, str | int]:
         _, count = standing(self._group)
+        hardware = f"{os.cpu_count()} processors, {platform.machine()}"
+        if torch.cuda.is_available():
+            hardware = f"{torch.cuda.get_device_name()}, {hardware}"
         return {
-            "hardware": _hardware(),
+            "hardware": hardware,
             "ranks": count,
             "medium": self._clock.medium or "",
         }
-
-
-def _hardware() -> str:
-    processors = f"{os.cpu_count()} processors, {platform.machine()}"
-    if torch.cuda.is_available():
-        return f"{torch.cuda.get_device_name()}, {processors}"
-    return processors

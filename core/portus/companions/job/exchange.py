@@ -49,7 +49,9 @@ def exchange(
     same, else None; the failures, by rank; and the errors of the ranks that have one.
     Collective: once, and a second time if a rank has a failure or an error to report."""
     # Words of one size, so one round is enough; longer reports are rare (decision 0213).
-    said = [_WORD.unpack(each) for each in _gather_bytes(_short(word), ranks)]
+    named, is_all = digest(repr(word.named).encode()), word.error is None and not word.failed
+    short = _WORD.pack(word.planning, named, word.id, is_all)
+    said = [_WORD.unpack(each) for each in _gather_bytes(short, ranks)]
     is_same = word.planning != UNPLANNED and len({each[:2] for each in said}) == 1
     number: bytes | None = said[0][2] if is_same else None
     if all(each[3] for each in said):
@@ -57,11 +59,6 @@ def exchange(
     words = gather(word, ranks)
     errors = [each.error for each in words if each.error is not None]
     return number, [each.failed for each in words], errors
-
-
-def _short(word: RankReport) -> bytes:
-    named = digest(repr(word.named).encode())
-    return _WORD.pack(word.planning, named, word.id, word.error is None and not word.failed)
 
 
 def _gather_bytes(own: bytes, ranks: Any) -> list[bytes]:

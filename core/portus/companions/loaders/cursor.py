@@ -94,7 +94,10 @@ class DataCursor:
     @staticmethod
     def why_not(loader: object) -> str:
         """Return why the position of ``loader`` cannot be known; "" if it can."""
-        if _who_knows(loader) is not None or _is_followed(loader):
+        if _who_knows(loader) is not None:
+            return ""
+        # Others get the numbers of their samples from a sampler.
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
             return ""
         if not isinstance(loader, DataLoader):
             return (
@@ -649,11 +652,6 @@ def _who_knows(loader: object) -> Any:
         return loader
     is_here = is_stream and isinstance(loader, DataLoader) and loader.num_workers == 0
     return dataset if is_here and _has_state(dataset) else None
-
-
-def _is_followed(loader: object) -> bool:
-    """Return True for a loader that gets the numbers of its samples from a sampler."""
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _has_state(what: object) -> bool:

@@ -122,7 +122,7 @@ def sequence_of(sampler: Any) -> dict[str, Any] | None:
     # The very class: a subclass may order samples in another way.
     if kind is SequentialSampler:
         return {"kind": "sequential", "samples": len(sampler)}
-    is_torchdatas_own = _is_torchdatas_random(sampler)
+    is_torchdatas_own = kind.__name__ == "RandomSampler" and is_torchdatas(sampler, "__iter__")
     if kind is RandomSampler or _is_seedable(sampler) or is_torchdatas_own:
         generator = sampler.generator
         if _is_seedable(sampler):
@@ -178,10 +178,6 @@ def _random(made_of: Mapping[str, Any]) -> Iterable[int]:
         kind = importlib.import_module("torchdata.stateful_dataloader.sampler").RandomSampler
     found: Iterable[int] = kind(range(made_of["data"]), made_of["replacement"], samples, generator)
     return found
-
-
-def _is_torchdatas_random(sampler: object) -> bool:
-    return type(sampler).__name__ == "RandomSampler" and is_torchdatas(sampler, "__iter__")
 
 
 def is_torchdatas(what: object, method: str) -> bool:

@@ -82,7 +82,9 @@ class SeededDataset(Dataset[T]):
         )
 
     def __getitem__(self, index: Any) -> T:
-        with seed_inside(self._seed_of(index)):
+        number = index.__index__() if hasattr(index, "__index__") else index
+        told = f"{self.seed} {self.epoch} {number!r}".encode()
+        with seed_inside(blake2b(told, digest_size=SEED_BYTES).digest()):
             return self.dataset[index]
 
     def __len__(self) -> int:
@@ -96,11 +98,6 @@ class SeededDataset(Dataset[T]):
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._epoch.share_memory_()  # a copy has its own memory
-
-    def _seed_of(self, index: Any) -> bytes:
-        number = index.__index__() if hasattr(index, "__index__") else index
-        told = f"{self.seed} {self.epoch} {number!r}".encode()
-        return blake2b(told, digest_size=SEED_BYTES).digest()
 
 
 def _has_seeded(dataset: object, layer: int = 1) -> bool:

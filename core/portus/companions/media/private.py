@@ -115,10 +115,6 @@ class PrivateMapping:
         """Copy ``data`` into ``committed`` at ``start``."""
         self.committed.data[start : start + len(data)] = data
 
-    def commit_view(self) -> None:
-        """Copy the view into ``committed``."""
-        np.copyto(self.committed, self.view)
-
     def revert(self) -> None:
         """Restore the committed bytes in the view."""
         for start, end in self.changes():

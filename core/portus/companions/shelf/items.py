@@ -108,7 +108,12 @@ class Array:
         if self._view is None and self._own is None:
             return ()
         if self._has_moved():
-            self._check_fit()
+            if not self.fits(self._view):
+                raise UsageError(
+                    f"a tensor on the shelf: expected {list(self.sizes)} of {self.dtype}, found "
+                    f"{list(self._view.shape)} of {self._view.dtype}: its .data was set; assign "
+                    "the tensor to its name instead"
+                )
             self._copy(self._view, self.own)
         return self.memory.changes()
 
@@ -134,14 +139,6 @@ class Array:
                 self._view.detach().copy_(self.own)
             else:
                 self._view = None
-
-    def _check_fit(self) -> None:
-        if not self.fits(self._view):
-            raise UsageError(
-                f"a tensor on the shelf: expected {list(self.sizes)} of {self.dtype}, found "
-                f"{list(self._view.shape)} of {self._view.dtype}: its .data was set; assign the "
-                "tensor to its name instead"
-            )
 
     def _over(self, memory: np.ndarray[Any, Any]) -> Any:
         if self.shape is not None:

@@ -225,7 +225,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
                 load_stored(self.pool.medium, Source(address, each.size, extents))
         except BaseException:  # the views have it too, except for writes since
             for each in arrays:
-                each.memory.commit_view()
+                np.copyto(each.memory.committed, each.memory.view)
             self.pool.medium.poison("the committed state could not be read back; open it again")
             raise
 
