@@ -9,7 +9,7 @@ from __future__ import annotations
 from portus.companions.embedding.protection import ProtectedTables as ProtectedTables
 from portus.companions.embedding.protection import ResumePoint as ResumePoint
 from portus.companions.embedding.protection import protect as protect
-from portus.companions.embedding.rowwise import RowwiseAdagrad as RowwiseAdagrad
+from portus.companions.embedding.tables import RowwiseAdagrad as RowwiseAdagrad
 from portus.engine.state.elsewhere import Elsewhere as Elsewhere
 from portus.reach.pools.elsewhere import fill as fill
 

@@ -127,7 +127,7 @@ class Batches:
                 if mapped is not None:
                     rows += mapped.rows(table, table.touched[-1])
                 if self._early is not None:
-                    self._early.before_update(place, table.touched[-1])
+                    self._early.bags[place].before_update(table.touched[-1])
         if mapped is not None:
             mapped.log(rows)
 

@@ -94,29 +94,25 @@ class EarlyLookups:
     def __init__(self, model: torch.nn.Module, tables: Sequence[Table]) -> None:
         """Raise ``UsageError`` as ``check_early``."""
         modules = check_early(model, tables)
-        self._bags: Final = [_Bag(*each) for each in zip(tables, modules, strict=True)]
+        self.bags: Final = [_Bag(*each) for each in zip(tables, modules, strict=True)]
         self._pool: Final = ThreadPoolExecutor(1, "portus-early")
-        for bag in self._bags:
+        for bag in self.bags:
             bag.module.forward = bag.forward  # type: ignore[method-assign]
 
     def look_up(self, ids: Mapping[int, torch.Tensor]) -> None:
         """Start to look up the batch after the next one: its ids, by the index of the table."""
-        for place, bag in enumerate(self._bags):
+        for place, bag in enumerate(self.bags):
             bag.look_up(ids.get(place), self._pool)
-
-    def before_update(self, place: int, rows: torch.Tensor) -> None:
-        """Note that an update is about to change these rows of a table."""
-        self._bags[place].before_update(rows)
 
     def after_update(self) -> None:
         """Note the end of all updates that had begun."""
-        for bag in self._bags:
+        for bag in self.bags:
             bag.after_update()
 
     def close(self) -> None:
         """Restore the modules' own lookups."""
         self._pool.shutdown()
-        for bag in self._bags:
+        for bag in self.bags:
             del bag.module.forward
             bag.lookups.clear()
 
@@ -137,6 +133,7 @@ class _Bag:
         del self.lookups[:-_KEPT]
 
     def before_update(self, rows: torch.Tensor) -> None:
+        """Note that an update is about to change these rows of the table."""
         weight = self.table.weight
         for each in self.lookups:
             each.found.result()  # it reads what the update changes

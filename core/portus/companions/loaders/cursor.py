@@ -33,7 +33,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from portus.companions.loaders import samplers
-from portus.companions.loaders.dealing import Dispatch, change_batch, length, way_of
 from portus.companions.loaders.randomness import (
     capture_randomness,
     no_randomness,
@@ -120,7 +119,7 @@ class DataCursor:
         *,
         ranks: int = 1,
         fixed: Literal["local", "global"] = "local",
-        dispatch: Dispatch | None = None,
+        dispatch: samplers.Dispatch | None = None,
     ) -> None:
         self.loader: Any = loader
         self._fixed: Final = fixed
@@ -129,7 +128,7 @@ class DataCursor:
         if before is not None:  # of a Trainer that did not reach its end
             before.close()
         self.stock: Any = getattr(loader, self._where)
-        self._way: Final = way_of(self.stock, ranks, dispatch)
+        self._way: Final = samplers.way_of(self.stock, ranks, dispatch)
         self._ranks = ranks if self._way is None else self._way.ranks
         self._batch_before: int | None = None
         """The loader's own batch, if another one replaces it."""
@@ -267,7 +266,7 @@ class DataCursor:
         if self._waiting is resume:
             self._waiting = None
         if resume.start is None:
-            self._put(resume.now)
+            self._put(resume.loaded["now"])
             return self.note(capture_randomness(_CPU)), None
         now = capture_randomness(_CPU)
         # A sampler without a generator draws its order from torch's: as it was when the epoch
@@ -275,7 +274,9 @@ class DataCursor:
         restore_randomness(resume.start["random"], _CPU)
         try:
             if resume.deal is not None:
-                self._put(resume.now)  # it has drawn the whole order: the next epoch follows
+                self._put(
+                    resume.loaded["now"]
+                )  # it has drawn the whole order: the next epoch follows
                 return resume.start, self._deal(resume.start, resume.deal)
             self._put(resume.start)
             return resume.start, self._skip(resume, order)
@@ -302,21 +303,22 @@ class DataCursor:
             if batch is _END:
                 raise UsageError(
                     f"{_name(self.stock)} gave {number} batches this time, and {count} of this "
-                    f"epoch were delivered before: its length is {length(self.stock)}. Its "
-                    "order must be the same whenever it starts with the same seeds and "
-                    "generators"
+                    "epoch were delivered before: its length is "
+                    f"{samplers.length(self.stock)}. Its order must be the same whenever it starts "
+                    "with the same seeds and generators"
                 )
             order.add(batch)
         self._compare(resume.position, order.after(count))
-        if resume.asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
+        asked = resume.loaded.get("asked")
+        if asked is None or samplers.is_torchdatas(self.loader, "state_dict"):
             # The next one too: samplers may draw only at the first request.
             return _ResumedIterator(batches, 1)
         # As many requests as before the save: stock samplers draw at the first index, and once more
         # at the end (decision 0128).
-        ahead = _ResumedIterator(batches, resume.asked - count)
-        samplers.put_generators(self.loader, resume.now["loader"])
+        ahead = _ResumedIterator(batches, asked - count)
+        samplers.put_generators(self.loader, resume.loaded["now"]["loader"])
         own = samplers.chain(self.stock)
-        for each, state in zip(own, resume.now["samplers"], strict=True):
+        for each, state in zip(own, resume.loaded["now"]["samplers"], strict=True):
             samplers.put_generators(each, state.get("generators", {}))
         return ahead
 
@@ -350,11 +352,10 @@ class DataCursor:
     def _resume(
         self, position: Position, state: Mapping[str, Any], batch: int | None
     ) -> tuple[_Resume | None, str]:
-        now = state["now"]
         if state["start"] is None and position.batches:
             return None, "the origin of its order is unknown"
         if state["start"] is None:
-            return _Resume(position, None, now, None, state), ""
+            return _Resume(position, None, None, state), ""
         start = {**state["start"], "random": state["random"]}
         own = self._batch if batch is None else batch
         samples = None if self._way is None else self._way.samples
@@ -369,7 +370,7 @@ class DataCursor:
                 name = samplers.mismatched_number(each, was)
                 if name:
                     return None, f"its {_name(each)} does not let its {name} be set"
-            return _Resume(position, start, now, None, state, state.get("asked")), ""
+            return _Resume(position, start, None, state), ""
         before = f"{position.ranks} ranks with {position.batch or 'unknown'} samples each"
         after = f"{self._ranks} ranks with {own or 'unknown'} samples each"
         if (
@@ -383,7 +384,7 @@ class DataCursor:
                 f"order of its sampler is unknown ({_name(samplers.chain(self.stock)[-1])})"
             )
         deal = replace(self._way.deal(position.delivered), batch=own)
-        return _Resume(position, start, now, deal, state), ""
+        return _Resume(position, start, deal, state), ""
 
     def _position(self, delivered: int, is_over: bool, running: Iteration | None) -> Position:
         resume = None if running is None else running.resume
@@ -427,14 +428,14 @@ class DataCursor:
         assert self._way is not None
         if self._batch_before is None:
             self._batch_before = self._way.batch
-        change_batch(self.stock, self._way, batch)
+        samplers.change_batch(self.stock, self._way, batch)
 
     @property
     def _data(self) -> tuple[int | None, str | None]:
         """Return the length and the fingerprint of the dataset, as far as it has them."""
         dataset = getattr(self.loader, "dataset", None)
         fingerprint = getattr(dataset, "fingerprint", None)
-        return length(dataset), fingerprint if isinstance(fingerprint, str) else None
+        return samplers.length(dataset), fingerprint if isinstance(fingerprint, str) else None
 
     def _place(self, sampler: object) -> None:
         # A DataLoader refuses assignment of another sampler, and a new loader would need the
@@ -633,13 +634,10 @@ class _Resume:
     position: Position
     start: _Start | None
     """None: its first sample was not requested."""
-    now: _Start
     deal: Deal | None
     """The redistribution of its rest; None: the stock samplers distribute it, as before."""
     loaded: Mapping[str, Any]
     """The state that it was made from."""
-    asked: int | None = None
-    """The number of requests to the sampler since the epoch began; None if unknown."""
 
 
 def _who_knows(loader: object) -> Any:

@@ -34,7 +34,6 @@ _OWN: Final = frozenset(
         "_closed",
         "_store",
         "_items",
-        "_known",
         "_process",
         "_has_opened",
     }
@@ -139,8 +138,6 @@ class Shelf:
                     raise
         self._items: Mapping[str, Item] = self._store.items
         """Never changed: a change makes another mapping."""
-        self._known: tuple[Mapping[str, Item], list[Array]] = {}, []
-        """Some items, and their arrays."""
 
     # --- names ----------------------------------------------------------------------------------
 
@@ -378,11 +375,7 @@ class Shelf:
             each.revert()
 
     def _arrays(self) -> list[Array]:
-        items, arrays = self._known
-        if items is not self._items:
-            arrays = list(arrays_of(self._items))
-            self._known = self._items, arrays
-        return arrays
+        return list(arrays_of(self._items))
 
     def _there(self, name: str) -> Item:
         if name not in self._items:
