@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch.utils.data import (
 )
 
 import portus
+from portus.companions.loaders import samplers
 from portus.companions.samples.position import FORMAT
 
 N = 22
@@ -862,3 +864,12 @@ def test_the_end_of_an_epoch_is_saved_again_until_the_next_one_begins() -> None:
     assert after.state_dict(0) == over
     after.put_back(over)
     assert after.state_dict(0)["position"]["is_over"] is False  # type: ignore[index]
+
+
+def test_a_generator_of_numpy_goes_on_with_the_normal_number_that_it_has_ready() -> None:
+    owner = SimpleNamespace(numpy=np.random.RandomState(3))
+    owner.numpy.normal()  # which makes two
+    state = samplers.generators_of(owner)
+    expected = owner.numpy.normal(size=3)
+    samplers.put_generators(owner, state)
+    assert (owner.numpy.normal(size=3) == expected).all()

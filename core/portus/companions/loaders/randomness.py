@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import torch
 
+from portus.errors import UsageError
+
 RANDOMNESS_BYTES: Final = 16384
 """The bytes for one process: as many for all, so ranks can gather them as one tensor."""
 
@@ -53,11 +55,18 @@ def no_randomness() -> torch.Tensor:
 def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
     """Restore all generators to the moment when ``capture_randomness`` returned ``state``.
 
-    Unknown generators are ignored.
+    Unknown generators are ignored. Raises ``UsageError`` for other bytes, as Portus 0.1 wrote.
     """
     data = state.cpu().numpy().tobytes()
     length = int.from_bytes(data[:4], "little")
-    states = msgspec.msgpack.decode(data[4 : 4 + length]) if length else {}
+    try:
+        states = msgspec.msgpack.decode(data[4 : 4 + length], type=dict[str, Any]) if length else {}
+    except msgspec.DecodeError as error:
+        raise UsageError(
+            "the random numbers of this checkpoint are of another Portus, perhaps an older one "
+            f"({error}): load it with that, or set PORTUS_DISABLE=1, and the run continues with "
+            "other random numbers"
+        ) from error
     if "python" in states:
         version, words, gauss = states["python"]
         random.setstate((version, tuple(words), gauss))
