@@ -28,7 +28,7 @@ from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.mirrors import Mirrors
+from portus.reach.mirror.mirrors import LOG_LOST, Mirrors
 from portus.reach.mirror.object_file import digest_of
 from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, path_of
 from portus.reach.places.base import StoredCheckpoint
@@ -48,7 +48,7 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
     documents: list[Json] = []
     rows: list[Row] = []
     with Mirrors(address) as mirrors, _local(pool) as local:
-        for model in mirrors.models():
+        for model in _models(mirrors):
             state = mirrors.of(model).read()
             own = [each.info for each in local.values() if each.info.model == model]
             behind = [info.step for info in own if state.version(info.token) is None]
@@ -103,7 +103,7 @@ def repair(
     documents: list[Json] = []
     counts = {"version": 0, "file": 0, "log": 0, "object": 0}
     with Mirrors(address) as mirrors, _local(pool) as local:
-        models = mirrors.models()
+        models = _models(mirrors)
         if not models:
             raise UsageError(
                 f"{address}: there is no mirror to repair; what mirrors there sends all of it "
@@ -275,6 +275,14 @@ def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None)
             mirror.copy(opened.reader, opened.entry.info.id, Stop())
         else:
             mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
+
+
+def _models(mirrors: Mirrors) -> list[str]:
+    """Return the models that have a mirror. Raise ``UsageError`` if all logs are lost."""
+    models = mirrors.models()
+    if not models and mirrors.has_files_alone():
+        raise UsageError(f"{mirrors.address}: {LOG_LOST}")
+    return models
 
 
 def _address(url: str | None) -> StoreAddress:

@@ -443,7 +443,10 @@ def test_a_mirror_without_its_log_says_how_to_get_the_files(
     url = f"file://{tmp_path}/bucket"
     save_mirrored(url, 1)
     shutil.rmtree("bucket/run/_portus")
-    for command in (["pull", url, "fresh"], ["pull", f"{url}/run", "fresh"], ["verify", url]):
+    for command in (
+        *(["pull", url, "fresh"], ["pull", f"{url}/run", "fresh"], ["verify", url]),
+        *(["mirror", "status", url], ["mirror", "repair", url]),
+    ):
         said = portus(*command)
         assert (said.code, "with any client" in said.err) == (2, True), said
     Path("run").rename("kept")

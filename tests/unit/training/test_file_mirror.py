@@ -439,15 +439,17 @@ def test_who_only_fetches_takes_the_mirror_from_nobody(bucket: Bucket, tmp_path:
 
 
 def test_what_a_user_deletes_here_stays_in_the_mirror_and_is_not_fetched(
-    bucket: Bucket, tmp_path: Path
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(bucket, tmp_path / "run").begin()
     for step in (1, 2):
         run.save(f"{step}.ckpt", step).wait()
     run.files.close()
     shutil.rmtree(run.checkpoints)
+    assert "removed here" not in caplog.text
     again = Run(bucket, tmp_path / "run").fetch().begin()
     assert not os.path.exists(again.checkpoints)
+    assert f"removed here, and are not fetched; portus pull {bucket.address}" in caplog.text
     again.save("3.ckpt", 3).wait()
     again.files.close()
     assert bucket.files() == {f"ckpt/{step}.ckpt": step for step in (1, 2, 3)}
@@ -511,6 +513,62 @@ def test_a_store_that_fails_for_a_while_loses_nothing(
     assert bucket.files() == {"ckpt/1.ckpt": 1}
 
 
+def test_a_full_store_gets_room_from_what_the_run_removed_but_for_the_newest_there(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run, put_stream = Run(bucket, tmp_path / "run", wait=5).begin(), bucket.put_stream
+    there = []
+
+    def put_stream_in_room_for_two(name: str, parts: Iterable[Part], size: int) -> None:
+        there.append(sum(each.name.endswith(".ckpt") for each in bucket.behind.list("run/ckpt/")))
+        if there[-1] == 2:
+            raise MediumError(errno.ENOSPC, "it is full")
+        put_stream(name, parts, size)
+
+    bucket.put_stream = put_stream_in_room_for_two  # type: ignore[method-assign]
+    for step in (1, 2):
+        run.save(f"{step}.ckpt", step).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2})
+    for step in (3, 4):
+        run.save(f"{step}.ckpt", step).wait()
+        run.remove(f"{step - 2}.ckpt")
+        until(partial(lambda name: name not in run.here(), f"{step - 2}.ckpt"))
+        run.remove(f"{step - 1}.ckpt")
+    run.files.close()
+    assert bucket.files() == {"ckpt/4.ckpt": 4}
+    assert there[0] == 0 < min(there[1:]), "the newest there stays"
+
+
+def test_what_is_removed_while_its_entry_has_no_answer_goes_when_the_store_is_back(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, create, get = Run(bucket, tmp_path / "run").begin(), bucket.create, bucket.get
+    away, back = threading.Event(), threading.Event()
+
+    def create_unheard(name: str, data: bytes) -> bool:
+        made: bool = create(name, data)
+        away.set()
+        if not back.is_set():
+            raise TransportError("the answer was lost")
+        return made
+
+    def get_nothing(name: str) -> Any:
+        if away.is_set() and not back.is_set():
+            raise TransportError("no answer")
+        return get(name)
+
+    bucket.create, bucket.get = create_unheard, get_nothing  # type: ignore[attr-defined]
+    run.save("1.ckpt", 1).wait()
+    until(lambda: "the answer was lost" in caplog.text)
+    run.save("2.ckpt", 2).wait()
+    until(lambda: "no answer" in caplog.text)
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"2.ckpt"})
+    back.set()
+    run.files.close()
+    assert bucket.files() == {"ckpt/2.ckpt": 2}
+
+
 def test_a_store_that_does_not_come_back_is_waited_for_no_longer_than_said(
     bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -555,6 +613,18 @@ def test_a_directory_without_hard_links_is_an_error_at_the_start(
     mirror.close()
 
 
+def test_a_mirror_that_would_be_the_directory_of_the_run_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    for mirror in (tmp_path, tmp_path / "link"):
+        with pytest.raises(UsageError, match="expected another directory"):
+            portus.Checkpointer(tmp_path / "run", mirror=f"file://{mirror}")
+        assert not (tmp_path / "run").exists()
+    with portus.Checkpointer(tmp_path / "run", mirror=f"file://{tmp_path}/run") as checkpointer:
+        checkpointer.save({"step": 1}, 1).wait()
+    for where in ("run", "run/run"):
+        assert torch.load(tmp_path / where / "step-00000001.pt")["step"] == 1
+
+
 def test_a_mirror_that_does_not_answer_is_an_error_only_where_there_is_nothing_to_go_on_from(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,7 +657,12 @@ def test_a_damaged_file_of_the_mirror_is_left_out_and_said(
     shutil.rmtree(tmp_path / "run")
     assert Run(bucket, tmp_path / "run").fetch().here() == {"1.ckpt"}
     assert "ckpt/2.ckpt" in caplog.text
-    bucket.store.put("run/ckpt/1.ckpt", b"damaged")
+    again = Run(bucket, tmp_path / "run").fetch().begin()  # in another process
+    again.save("2.ckpt", 4).wait()
+    again.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 4}
+    for name in ("1", "2"):
+        bucket.store.put(f"run/ckpt/{name}.ckpt", b"damaged")
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(CorruptionError):
         Run(bucket, tmp_path / "run").fetch()
@@ -696,6 +771,17 @@ def test_a_directory_counts_once_all_its_files_are_there(bucket: Bucket, tmp_pat
     assert mirrored(bucket) == parts("a", "b")
     entries = list(bucket.behind.list("run/_portus/log/"))
     assert len(entries) <= 4, "one entry for each directory, however many files it has"
+
+
+def test_a_mirror_within_a_checkpoint_is_not_mirrored(bucket: Bucket, tmp_path: Path) -> None:
+    run = Directories(bucket, tmp_path / "run").begin()
+    mirror = tmp_path / "run/ckpt/a/mirror/run"
+    (mirror / "_portus/log").mkdir(parents=True)
+    for name in ("_portus/log/1", "rest.bin"):
+        (mirror / name).write_bytes(b"1")
+    run.save("a", 1).wait()
+    run.files.close()
+    assert mirrored(bucket) == parts("a")
 
 
 def test_a_machine_that_lost_all_its_directories_has_them_again_each_as_a_whole(

@@ -108,7 +108,7 @@ class Folder:
         with self._translate_errors(), self._open(name) as (path, number):
             found = self._read(path, number, start, length)
         if len(found) < length:
-            raise short(f"{self}: {name}", start, length, len(found))
+            raise short(path, start, length, len(found))
         return found
 
     def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:

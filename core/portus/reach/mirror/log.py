@@ -249,7 +249,10 @@ class MirrorLog:
                 f"{what} is sealed with the key of PORTUS_MIRROR_KEY. Set that to the key which "
                 f"the mirror was made with, or unset it if that was made without one"
             )
-        return CorruptionError(f"{what} can be read. The first: {damage[0]}")
+        return CorruptionError(
+            f"{what} can be read. The first: {damage[0]}. Files of a run are still there, under "
+            "their own names, for any client of the store; to begin without, use another mirror"
+        )
 
     def _up_to(self, newest: int) -> _KnownLog:
         entries: dict[int, LogEntry | CorruptionError] = {}

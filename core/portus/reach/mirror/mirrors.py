@@ -20,6 +20,9 @@ from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import FileStore, Store
 
+LOG_LOST: Final = (
+    f"there are files of a run here, and the log that says which count is lost. {BY_HAND}"
+)
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
 _SHOWN: Final = 20
 """Models that an error lists."""
@@ -123,9 +126,7 @@ def _advice(address: StoreAddress) -> str:
         there = mirrors.models()
         has_files = not there and mirrors.has_files_alone()
     if has_files:
-        return (
-            f"there are files of a run here, and the log that says which count is lost. {BY_HAND}"
-        )
+        return LOG_LOST
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"

@@ -52,10 +52,10 @@ from portus.errors import (
 from portus.reach.index.directory import make_directory as make_marked_directory
 from portus.reach.index.journals import LINES, lines_path
 from portus.reach.media.local import LocalFiles, naming_call
-from portus.reach.mirror.address import StoreAddress
+from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.objects import FileAdded, State
+from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of
 from portus.reach.mirror.opening import open_file_store
 from portus.reach.training.links import replace_link
 
@@ -130,7 +130,14 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """Make no request. root: the directory, absolute, that names in the store are relative to,
         and below which all is mirrored. checkpoints: a directory there, in which others may have
         left checkpoints: files, or else ``of_directories``. home: the directory of the note, made
-        when that is written. Raises ``UsageError``."""
+        when that is written. Raises ``UsageError``, also if the mirror has its files in ``root``
+        itself."""
+        own = os.path.join(address.prefix, prefix_of(model))
+        if address.kind is StoreKind.FOLDER and os.path.realpath(own) == os.path.realpath(root):
+            raise UsageError(
+                f"mirror {address}: run {model!r} has its files in {printable(root)}, and so would "
+                "its mirror; expected another directory, best on another disk"
+            )
         store = open_file_store(address)
         super().__init__(store, str(address), model, wait_s=settings.mirror_wait)
         self._directory: Final = root
@@ -150,7 +157,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """The checkpoints that are not mirrored, by path."""
         self._links: Final[set[str]] = set()
         self._step_of: Final[dict[str, int]] = {}
+        self._damaged: Final[set[FileAdded]] = set()
+        """The files that could not be fetched: the run continues without them."""
         self._uploaded = ""
+        self._unsettled: Final[set[str]] = set()
+        """The paths that are uploaded, or whose last upload failed: they may count."""
         self._newest_ns = 0
         self._has_begun = False
         self._is_behind = False
@@ -255,7 +266,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with PENDING.exempt(), self._guard:
             self._waiting.pop(name, None)
             self._links.discard(name)
-            is_there = name == self._uploaded or bool(self._there_in(name))
+            is_there = name in self._unsettled or bool(self._there_in(name))
             if is_there and name not in self._gone:
                 # Noted durably before the removal here: after a kill only the note knows of it.
                 self._gone[name] = self._newest_ns
@@ -295,7 +306,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._claim()
             while (found := self._next()) is not None:
                 links = self._links_now()
-                self._upload(found)
+                try:
+                    self._upload(found)
+                except MediumError:  # the store may be full
+                    self._remove_gone(for_space=True)
+                    raise
                 # Not only at the end: if saves come faster than uploads, it never comes.
                 self._say_links(links)
                 self._remove_gone()
@@ -307,6 +322,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with self._guard:
             newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
             self._uploaded = newest.path if newest is not None else ""
+            if newest is not None:
+                self._unsettled.add(newest.path)
             return newest
 
     def _upload(self, committed: _Checkpoint) -> None:
@@ -328,6 +345,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
         self._mirror.drop_uncounted()
         with self._guard:
+            self._unsettled.discard(committed.path)
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
 
@@ -429,17 +447,29 @@ class DirectoryMirror(BackgroundCopier, Companion):
             if is_there and (before is None or before.link != target):
                 self._mirror.link(name, target)
 
-    def _remove_gone(self) -> None:
+    def _remove_gone(self, *, for_space: bool = False) -> None:
+        """Remove there what the run removed, once its replacement is there. for_space: all but the
+        newest checkpoint there."""
         # Their replacement is not there: the mirror would lose its newest checkpoint.
         if self._is_behind:
             return
+        newest = self._mirror.state.newest_file
         links = {_target_of(each.path, each.link) for each in self._mirror.state.files if each.link}
         with self._guard:
             # Read together: the checkpoints that wait now replace those that go.
             waiting = [each.time_ns for each in self._waiting.values()]
             gone = list(self._gone)
             if waiting:
-                gone = [name for name in gone if name not in links and self._is_over(name, waiting)]
+                gone = [
+                    name
+                    for name in gone
+                    if name not in links
+                    and (
+                        newest is not None and not _is_in(newest.path, name)
+                        if for_space
+                        else self._is_over(name, waiting)
+                    )
+                ]
         if not gone:
             return
         try:
@@ -472,6 +502,14 @@ class DirectoryMirror(BackgroundCopier, Companion):
         except UsageError as error:  # no right to delete
             self._say(error)
         if state.newest_file is not None:
+            if not any(self._images()):
+                _log.warning(
+                    "portus: %s: run %r starts without its files: they were removed here, and are "
+                    "not fetched; portus pull %s gets them",
+                    printable(self._directory),
+                    self._model,
+                    self.address,
+                )
             newest_ns = state.newest_file.time_ns
             self._mirrored_ns = max(self._mirrored_ns, newest_ns)
             self._newest_ns = max(self._newest_ns, newest_ns)
@@ -498,7 +536,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _is_lost(self, state: State) -> bool:
         """Return whether to fetch the store's files: this machine has none of them. Raise
         ``ElsewhereError`` if it has files that the store lacks, of another history."""
-        newest = state.newest_file
+        usable = tuple(each for each in state.files if each not in self._damaged)
+        newest = msgspec.structs.replace(state, files=usable).newest_file
         if not state.number and not any(self._images()):
             self._mirror.require_no_files()
         if newest is None or self._has(newest):
@@ -532,7 +571,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         files = [
             each
             for each in state.files
-            if not each.link and not each.retired and not self._has(each)
+            if not (each.link or each.retired or each in self._damaged or self._has(each))
         ]
         newest: dict[str, tuple[int, int]] = {}
         for each in files:
@@ -563,8 +602,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     done += len(part)
                 except CorruptionError as error:
                     failure = error
+                    self._damaged.update(part)
                     _log.error("portus: a checkpoint is not fetched: %s", error)
-        if failure is not None and not done:
+        if failure is not None and not any(self._images()):
             raise failure
         for each in state.files:
             path = os.path.join(self._directory, each.path)
@@ -652,7 +692,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if os.path.isdir(path) and not os.path.islink(path):
             is_directory, found = True, []
             for where, folders, names in os.walk(path):
-                folders[:] = [each for each in folders if each != FOLDER]
+                # Not a mirror either: each copy would be copied again.
+                folders[:] = [
+                    each
+                    for each in folders
+                    if each != FOLDER and not os.path.isdir(os.path.join(where, each, OWN))
+                ]
                 for each in names:
                     whole = os.path.join(where, each)
                     said = self._name_of(whole)
@@ -670,7 +715,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _name_of(self, path: str) -> str | None:
         """Return a file's name in the store; None for one elsewhere, or whose name is no text."""
         name = os.path.relpath(path, self._directory)
-        if name.startswith(os.pardir) or name != name.encode(errors="replace").decode():
+        if name.split(os.sep)[0] == os.pardir or name != name.encode(errors="replace").decode():
             return None
         return name.replace(os.sep, "/")
 
