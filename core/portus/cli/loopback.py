@@ -62,10 +62,12 @@ def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> i
     Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back.
     """
     source, target = (near, far) if writes else (far, near)
+    given, got = (
+        np.frombuffer(memory(each.start, each.length), np.uint8) for each in (source, target)
+    )
     wrong = 0
     for number, (offset, length) in enumerate(PLACES):
         here, there = near.start + _NEAR, far.start + offset
-        given, got = _bytes_of(source), _bytes_of(target)
         # Never zero: the target is zeroed, so that a missing byte shows.
         given[:] = np.random.default_rng(number).integers(1, 256, SIZE, np.uint8)
         got[:] = 0
@@ -128,10 +130,6 @@ def _wrong(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
             pair.close()
         near.close()
         far.close()
-
-
-def _bytes_of(region: Region) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(memory(region.start, region.length), np.uint8)
 
 
 def _wait(pair: Pair) -> None:

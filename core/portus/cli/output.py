@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import sys
@@ -115,12 +114,10 @@ class Output:
         for row in rows:
             cells = ("" if row[at] is None else str(row[at]) for at in shown)
             table.add_row(*(Text(printable(cell)) for cell in cells))
-        if sys.stdout.isatty():
-            Console().print(table)
-            return
-        console = Console(file=io.StringIO(), width=_WIDE, force_terminal=False)
+        is_terminal = sys.stdout.isatty()
+        console = Console(width=None if is_terminal else _WIDE, force_terminal=is_terminal)
         with console.capture() as captured:
-            console.print(table, crop=False)
+            console.print(table)
         _print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
     def skip(self, error: PortusError, what: str = "") -> dict[str, Json]:

@@ -27,7 +27,6 @@ WIDTH: Final = 48
 """Characters of a full bar."""
 
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 def command(
@@ -151,9 +150,7 @@ def _show_course(
 def bar(value: float, whole: float) -> tuple[str, str]:
     """Return a bar of the length of a share, and the share as text."""
     share = value / whole if whole else 0.0
-    eighths = round(8 * WIDTH * min(1.0, share))
-    drawn = "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
-    return drawn, f"{share:.1%}" if whole else ""
+    return "█" * round(WIDTH * min(1.0, share)), f"{share:.1%}" if whole else ""
 
 
 def sparks(sessions: Sequence[Sequence[float]]) -> str:

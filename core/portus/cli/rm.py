@@ -103,7 +103,11 @@ def _remove_versions(
         question = f"Remove {words.count(len(found), 'version')}, all of {name}?"
         if is_model and keep is None and not yes and not output.ask(question):
             raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")
-        pointers = _remove(places, found)
+        with contextlib.ExitStack() as stack:
+            # All places are locked, and looked at, before anything is removed.
+            removals = [p.removal(chosen) for p, chosen in places.by_place(found).items()]
+            acts = [stack.enter_context(each) for each in removals]
+            pointers = sum(act() for act in acts)
         then = "; ".join(dict.fromkeys(each.after_removal for each in places.all()))
     for each in found:
         output.line(f"removed {each.name} (version {each.info.id})")
@@ -121,17 +125,6 @@ def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
         led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
         if each.leads_to and each.path not in paths and led in paths:
             raise UsageError(f"{led}: {each.path} points to it; --force removes it")
-
-
-def _remove(places: Places, found: Sequence[StoredCheckpoint]) -> int:
-    """Remove these checkpoints, and their pointers first; return how many pointers. Remove nothing
-    and raise if one does not exist any more: all places are locked before that check."""
-    with contextlib.ExitStack() as stack:
-        acts = [
-            stack.enter_context(place.removal(chosen))
-            for place, chosen in places.by_place(found).items()
-        ]
-        return sum(act() for act in acts)
 
 
 def _in_order(found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:

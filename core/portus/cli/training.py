@@ -69,9 +69,9 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
     """Return the training that ``run`` names; None: the only one there is. Reports other journals
     that cannot be read. Raises ``UsageError`` if there is none, or several, and what reading
     raises."""
-    directories, where, name, path = _find_journals(run, pool)
+    directories, where = _find_journals(run, pool)
     found, failed = runs_in(directories)
-    chosen = _choose_runs(name, path, found)
+    chosen = _choose_runs(run, found)
     if failed and not chosen:
         raise failed[0]
     for damage in failed:
@@ -83,7 +83,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
         )
     if not chosen:
         raise UsageError(
-            f"{where}: there is no journal of a run {name!r}; there are {sorted(found)}"
+            f"{where}: there is no journal of a run {run!r}; there are {sorted(found)}"
         )
     if len(chosen) > 1:
         raise UsageError(
@@ -117,45 +117,42 @@ def runs_in(
     return found, failed
 
 
-def _find_journals(
-    run: str | None, pool: str | None
-) -> tuple[Sequence[str], str, str | None, str | None]:
-    """Return the directories of journals to search for ``run``, the name of their place for
-    messages, and the name of the run, or the path of its checkpoints, if it may be one.
+def _find_journals(run: str | None, pool: str | None) -> tuple[Sequence[str], str]:
+    """Return the directories of journals to search for ``run``, and the name of their place for
+    messages.
 
     ``run`` is a name, a checkpoint, a directory, or a place of pools. An existing file or directory
     counts before a name, unless a pool is named.
     """
-    name = path = None
     if run is None or is_address(run):
         place = find_pool(pool) if run is None else Place.parse(run)
-        return directories_of(place), place.path, name, path
+        return directories_of(place), place.path
     path = os.path.abspath(os.path.expanduser(run))
     if not os.path.exists(path):
         if os.path.isabs(os.path.expanduser(run)):
             raise UsageError(f"{path}: there is no run here: nothing has this name")
-        place, name, path = find_pool(pool), run, None
+        place = find_pool(pool)
     elif pool is None and os.path.isdir(path):
         inside = _in_directory(path)
         if inside or Place.by_variable() is None:
-            return inside, path, None, path
-        place, name = find_pool(None), run
+            return inside, path
+        place = find_pool(None)
     elif pool is None and _is_pool(path):
-        place, path = Place.parse(path), None
+        place = Place.parse(path)
     else:
-        place, name = find_pool(pool, near=path), run
-    return directories_of(place), place.path, name, path
+        place = find_pool(pool, near=path)
+    return directories_of(place), place.path
 
 
-def _choose_runs(
-    name: str | None, path: str | None, found: dict[str, list[FoundJournal]]
-) -> Collection[str]:
+def _choose_runs(run: str | None, found: dict[str, list[FoundJournal]]) -> Collection[str]:
     """Return the runs that match: by name, else by their files, else all."""
-    if name in found:
-        return [name]
-    if path is None:
-        return found if name is None else ()
-    real = os.path.realpath(path)
+    if run is None or is_address(run):
+        return found
+    if run in found:
+        return [run]
+    real = os.path.realpath(os.path.expanduser(run))
+    if not os.path.exists(real):
+        return ()
     files = {each: _files(journals) for each, journals in found.items()}
     for is_meant in (
         lambda file: file == real,

@@ -260,12 +260,8 @@ def act(
     if pool is not None and Place.parse(pool).is_shared:
         os.environ["PORTUS_POOL"] = pool  # loading a pointer connects only to a host named here
     for path in paths:
-        say(f"{path}\t{_look(adapter, path)}")
-
-
-def _look(adapter: Trains, path: str) -> str:
-    """Return, as text, the step of the checkpoint at ``path``, or what is wrong there."""
-    try:
-        return str(adapter.load(path))
-    except (PortusError, AssertionError, OSError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}".replace("\n", " ")
+        try:
+            found = str(adapter.load(path))
+        except (PortusError, AssertionError, OSError, RuntimeError) as error:
+            found = f"{type(error).__name__}: {error}".replace("\n", " ")
+        say(f"{path}\t{found}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
+import types
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,16 +21,6 @@ ALIGNMENT: Final = 4096
 
 _NUMBER: Final = os.makedev(511, 9)  # of no driver
 _MORE: Final = ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns")
-
-
-class CoherentProcessor:
-    """A processor without caches to write back: every process sees all stores at once."""
-
-    def flush(self, address: int, length: int) -> None:
-        """Do nothing: other processes see a store immediately."""
-
-    def drain(self) -> None:
-        """Do nothing."""
 
 
 def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
@@ -53,7 +44,10 @@ def stand_in(file: str, facts: str, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(os, "stat", tell_device)
     patch.setattr(dax, "_SYS_DEVICES", facts)
-    patch.setattr(pmem, "_load", lambda library: CoherentProcessor())
+    # Every process sees all stores at once, without caches to write back.
+    nothing = lambda *_: None  # noqa: E731
+    processor = types.SimpleNamespace(flush=nothing, drain=nothing)
+    patch.setattr(pmem, "_load", lambda library: processor)
 
 
 def _tell(facts: str, size: int) -> None:
