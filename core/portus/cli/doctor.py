@@ -324,7 +324,6 @@ def _pool(path: str, pool: OpenPlace) -> MachineFinding:
 
 
 def _speed_findings(speeds: Speeds) -> Iterator[MachineFinding]:
-    """Yield the findings about a place that was measured."""
     place = speeds.place
     for name, found in (("fresh space", speeds.fresh), ("a spare", speeds.spare)):
         if found:  # how checkpoint files are written there

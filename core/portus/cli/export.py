@@ -245,19 +245,18 @@ def _show(
     options: ExportOptions,
     output: Output,
 ) -> None:
-    for names in done.shared:
-        text = f"these share memory, and are written separately: {_list(names)}"
-        output.note(f"note: {text}")
+    notes = [f"these share memory, and are written separately: {_list(n)}" for n in done.shared]
     if len({*done.batches.values()}) > 1:
         parts = ", ".join(f"the {name} at batch {number}" for name, number in done.batches.items())
-        output.note(f"note: this is of several batches, as relaxed mode leaves it: {parts}")
+        notes.append(f"this is of several batches, as relaxed mode leaves it: {parts}")
     if done.left_out:
         text = f"{words.count(len(done.left_out), 'value')} that safetensors cannot hold"
-        output.note(f"note: left out {text}: {_list(done.left_out)}")
+        notes.append(f"left out {text}: {_list(done.left_out)}")
     if done.no_weights:
         text = f"{words.count(len(done.no_weights), 'tensor')} that are not weights of the model"
-        text = f"{text}: {_list(done.no_weights)}; use --names for others"
-        output.note(f"note: left out {text}")
+        notes.append(f"left out {text}: {_list(done.no_weights)}; use --names for others")
+    for each in notes:
+        output.note(f"note: {each}")
     what = "as it was saved" if done.exact else words.count(done.tensors, "tensor")
     output.line(f"{options.out}: {title}, {what}, {words.size(done.size)}, verified")
     output.document({**about, "out": os.path.abspath(options.out), **asdict(done)})

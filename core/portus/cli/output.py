@@ -139,8 +139,7 @@ def reporting(as_json: bool) -> Iterator[Output]:
         if output.code:
             raise typer.Exit(output.code)
     except PortusError as error:
-        output.document({"error": error_document(error)})
-        output.note(f"portus: {error_line(error)}")
+        output.document({"error": output.skip(error)})
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as error:
         output.note("portus: interrupted")

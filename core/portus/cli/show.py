@@ -13,7 +13,7 @@ from portus.cli.pools import open_places, table_document, version_document
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import TensorSpec
-from portus.reach.format.arrays import ArrayShape
+from portus.reach.format.items import StoredArray
 from portus.reach.formats.safetensors import NamedTensor
 from portus.reach.index.log import read_log
 from portus.reach.index.reader import PoolReader
@@ -43,7 +43,6 @@ def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -
 
 
 def _show_model(found: Sequence[StoredCheckpoint], output: Output) -> None:
-    """Show checkpoints of one model."""
     model = found[0].info.model
     rows: list[Row] = []
     versions: list[Json] = []
@@ -139,8 +138,9 @@ def _show_leaves(
     outlined: list[NamedTensor] = []
     others: list[tuple[str, str]] = []
     for name, value in leaves:
-        if isinstance(value, ArrayShape):
-            outlined.append(NamedTensor(name, str(value.dtype), value.shape, value.size))
+        if isinstance(value, StoredArray):
+            dtype = value.dtype or str(value.shape and value.shape.dtype)
+            outlined.append(NamedTensor(name, dtype, value.sizes, value.size))
         elif isinstance(value, TensorSpec):
             size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
             outlined.append(NamedTensor(name, value.dtype, value.shape, size))

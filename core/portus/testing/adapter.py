@@ -138,22 +138,22 @@ class AdapterContract(abc.ABC):
     ) -> None:
         place, event = case
         with _place(place, tmp_path) as pool:
-            _Scene(self.trains, tmp_path, pool, is_device=place == "device").play(event)
+            device = pool if place == "device" else None
+            _Scene(self.trains, tmp_path, pool, device).play(event)
 
 
+@dataclass(frozen=True, slots=True)
 class _Scene:
     """The processes of one test."""
 
-    def __init__(self, trains: str, root: Path, pool: str | None, *, is_device: bool) -> None:
-        self._nursery: Final = nursery(trains.partition(":")[0])
-        self._trains: Final = trains
-        self._root: Final = root
-        self._pool: Final = pool
-        self._device: Final = pool if is_device else None
-        for name in ("here", "there"):
-            (root / name).mkdir()
+    _trains: str
+    _root: Path
+    _pool: str | None
+    _device: str | None
 
     def play(self, event: str) -> None:
+        for name in ("here", "there"):
+            (self._root / name).mkdir()
         run = self._root / "here" / "run"
         told = self._train(run, FIRST, kill_at=FIRST if event == "killed" else 0)
         assert list(told) == list(range(1, FIRST + 1))
@@ -204,7 +204,7 @@ class _Scene:
     ) -> list[str]:
         """Return what the child said until it ended."""
         home = str(self._root / "state")
-        with self._nursery.start(
+        with nursery(self._trains.partition(":")[0]).start(
             f"{__name__}:act", act, self._trains, cwd, home, self._device, arguments
         ) as child:
             code, lines = child.wait(), child.rest()

@@ -45,15 +45,9 @@ class StoredArray(msgspec.Struct, frozen=True):
 
     def raw(self, name: str) -> TensorSpec:
         """Return the spec of a tensor as it is, and of an array as its bytes."""
-        if self.dtype is None:
-            return TensorSpec(name, "uint8", (self.size,), (1,), self.storage, 0)
-        return self.spec(name, self.dtype)
-
-    def spec(self, name: str, dtype: str) -> TensorSpec:
-        """Return the spec of all of it as a tensor of that dtype."""
-        sizes = self.sizes
+        sizes = (self.size,) if self.dtype is None else self.sizes
         strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
-        return TensorSpec(name, dtype, sizes, strides, self.storage, 0)
+        return TensorSpec(name, self.dtype or "uint8", sizes, strides, self.storage, 0)
 
 
 Make = Callable[[StoredArray], object]

@@ -266,7 +266,6 @@ def _write(
     target: BinaryIO,
     advance: Callable[[int], None] = lambda size: None,
 ) -> None:
-    """Write a file of these storages."""
     digests, crcs = [], []
     for offset, units in zip(image.offset.tolist(), storages, strict=True):
         target.seek(offset)

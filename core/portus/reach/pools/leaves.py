@@ -10,9 +10,7 @@ import torch
 from portus.engine.spec import TensorSpec
 from portus.engine.state.walk import leaves, walk
 from portus.errors import CorruptionError
-from portus.reach.format.arrays import ArrayShape
 from portus.reach.format.items import Make, StoredArray, decode
-from portus.reach.formats.safetensors import DTYPES
 from portus.reach.pools.weights_only import unpickle
 
 Leaf = tuple[str, object]
@@ -61,13 +59,3 @@ def tensors_among(found: Iterable[Leaf]) -> tuple[TensorSpec, ...]:
         for path, value in found
         if isinstance(value, (TensorSpec, StoredArray))
     )
-
-
-def as_tensor(path: str, array: StoredArray) -> TensorSpec | ArrayShape:
-    """Return an array as a tensor if safetensors has its dtype, else its shape; a tensor as it
-    is."""
-    shape = array.shape
-    if shape is None:
-        return array.raw(path)
-    name = shape.dtype.name
-    return array.spec(path, name) if name in DTYPES and shape.dtype.isnative else shape

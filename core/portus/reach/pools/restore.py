@@ -42,7 +42,7 @@ from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import NOT_LOGGED, LogState, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.pools.leaves import as_tensor, is_pickle, leaves_in, shelf_items, tensors_among
+from portus.reach.pools.leaves import is_pickle, leaves_in, shelf_items, tensors_among
 from portus.reach.pools.version_file import files_opened
 from portus.reach.pools.weights_only import unpickle
 from portus.reach.versions.parts import share, sources
@@ -212,15 +212,11 @@ def contents_of(
     pool: PoolReader, entry: VersionEntry
 ) -> tuple[tuple[TensorSpec, ...], list[tuple[str, object]]]:
     """Return the plain tensors of a version of a shelf, or of tables, its arrays as their bytes;
-    and all leaves, by key path, without a byte of a storage. A tensor, or an array, is a
-    ``TensorSpec``, and an array of a dtype that no tensor has is its ``ArrayShape``. Raises as
+    and all leaves, by key path, without a byte of a storage: see ``leaves_in``. Raises as
     ``load``."""
     with pool.pin(entry.info.id) as current:
         opened = _open(pool, current, True)
-        return opened.tensors, [
-            (path, as_tensor(path, value) if isinstance(value, StoredArray) else value)
-            for path, value in opened.leaves
-        ]
+        return opened.tensors, opened.leaves
 
 
 def verify(
