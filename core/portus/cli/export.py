@@ -231,7 +231,7 @@ def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) 
         )
     info = opened.entry.info
     with (
-        _open_out(options) as out,
+        _open_out(options, 0 if options.names else info.size) as out,
         open(out, "wb") as file,
         counter(os.path.basename(options.out), info.size) as add,
     ):

@@ -250,6 +250,7 @@ def test_export_to_a_directory_writes_the_weights_as_from_pretrained_reads_them(
         assert said.code == 0, said.err
         assert "optimizer.state.0.exp_avg" in said.out + said.err
         assert len(list(out.glob("model*.safetensors"))) == count
+        assert command("verify", out).out.count("healthy by the checksums of Portus") == count
         config.save_pretrained(out)
         found = GPT2LMHeadModel.from_pretrained(out).state_dict()
         assert all(torch.equal(found[name], each) for name, each in model.state_dict().items())

@@ -104,6 +104,29 @@ def test_tables_are_exported_as_they_are_loaded(pool: Pool, tmp_path: Path) -> N
         assert torch.equal(whole["model"][name], each)
 
 
+def test_tensors_of_every_layout_are_exported(tmp_path: Path) -> None:
+    whole = torch.arange(12.0)
+    kept = {
+        "part": whole[3:9],
+        "turned": whole.reshape(3, 4).t(),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64).conj(),
+        "negative": torch._neg_view(torch.arange(3.0)),
+        "expanded": torch.tensor([1.5]).expand(3, 4),
+        "empty": torch.zeros(0, 3),
+    }
+    path, out = tmp_path / "tables.portus", tmp_path / "tables.safetensors"
+    train(path, 2, extra=lambda: kept)
+    chosen = ("--pool", path, "--names", "extra", "--strip", "extra.")
+    said = portus("export", "embedding", out, *chosen)
+    assert said.code == 0, said
+    assert "extra.part, extra.turned" in said.err
+    found: dict[str, torch.Tensor] = load_file(out)
+    assert found.keys() == kept.keys()
+    for name, each in kept.items():
+        assert torch.equal(found[name], each), name
+    assert "healthy by the checksums of Portus" in portus("verify", out).out
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_torch_makes_of_bytes_alone_is_shown_exported_and_loaded_in_part(
     tmp_path: Path,
