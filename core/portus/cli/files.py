@@ -135,9 +135,11 @@ def rm(path: str, output: Output, *, force: bool, keep: Keep | None) -> list[Jso
 
 def show(path: str, output: Output) -> None:
     """Show the tensors of one file."""
-    from portus.reach.leaving.outline import outline_of  # and torch with it
+    from portus.engine.loading.checkpoint_file import use_file  # and torch with it
+    from portus.reach.leaving.outline import outline_in
 
-    found, outline = StoredFile(DirectoryPlace.at(path).place, path), outline_of(path)
+    found = StoredFile(DirectoryPlace.at(path).place, path)
+    outline = use_file(path, lambda file: outline_in(file, path), as_torch=False)
     by = verification_of(path, outline.has_digests)
     size, age = words.size(found.info.size), words.age(found.info.time_ns)
     output.line(f"{words.path(path)}: {size}, saved {age}, {CHECKS[by]}")

@@ -85,8 +85,6 @@ def _remove_versions(
         found = places.select()
         name = places.target
         is_model = {each.info.model for each in found} == {name}
-        if not force:
-            _refuse_marks(found)
         if keep is not None and not is_model:
             raise UsageError(f"--keep is for a model, and {name} names a step")
         if keep is not None and any(each.path for each in found):
@@ -95,7 +93,7 @@ def _remove_versions(
                 "run that mirrors there removes what it does not keep"
             )
         if not force:
-            _refuse_linked(places, found)
+            _refuse(places, found)
         if keep is not None:
             found = _in_order(found)
             staying = {id(info) for info in keep.staying([each.info for each in found])}
@@ -118,15 +116,6 @@ def _remove_versions(
     return [version_document(each.info) for each in found]
 
 
-def _refuse_linked(places: Places, found: Sequence[StoredCheckpoint]) -> None:
-    """Raise ``UsageError`` for a file that a remaining link refers to."""
-    paths = {each.path for each in found if each.path}
-    for each in places.list(found[0].info.model) if paths else ():
-        led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
-        if each.leads_to and each.path not in paths and led in paths:
-            raise UsageError(f"{led}: {each.path} points to it; --force removes it")
-
-
 def _in_order(found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """Return the versions of one pool file in the order of their commits, even if its clock went
     back. Those of several files, which come file by file, are ordered by time."""
@@ -138,9 +127,14 @@ def _in_order(found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
     return [each for _, _, each in sorted(timed, key=lambda row: row[:2])]
 
 
-def _refuse_marks(found: Sequence[StoredCheckpoint]) -> None:
-    """Raise ``UsageError`` for a mark of protected tables: a checkpoint in any other pool, or file,
-    may have its tables there."""
+def _refuse(places: Places, found: Sequence[StoredCheckpoint]) -> None:
+    """Raise ``UsageError`` for a file that a remaining link refers to, and for a mark of protected
+    tables: a checkpoint in any other pool, or file, may have its tables there."""
+    paths = {each.path for each in found if each.path}
+    for each in places.list(found[0].info.model) if paths else ():
+        led = os.path.normpath(os.path.join(os.path.dirname(each.path), each.leads_to))
+        if each.leads_to and each.path not in paths and led in paths:
+            raise UsageError(f"{led}: {each.path} points to it; --force removes it")
     for each in found:
         if each.info.model == MARKS:
             raise UsageError(

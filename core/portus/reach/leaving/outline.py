@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,7 +10,7 @@ import torch
 
 from portus.engine.image.key_paths import storage_places
 from portus.engine.image.torch_reader import TorchFile
-from portus.engine.loading.checkpoint_file import note_of, outline_file, use_file
+from portus.engine.loading.checkpoint_file import note_of, outline_file
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.torch_file import load_outline
 from portus.engine.state.walk import leaves
@@ -33,13 +32,6 @@ class FileOutline:
     note: str
     tensors: tuple[NamedTensor, ...]
     others: tuple[tuple[str, str], ...]
-
-
-def outline_of(path: str | os.PathLike[str]) -> FileOutline:
-    """Return the outline of the file at ``path``, or of the one that a pointer there refers to; see
-    ``outline_in``. Raises as that, and ``UsageError`` for a pointer that cannot be loaded."""
-    where = os.fspath(path)
-    return use_file(where, lambda file: outline_in(file, where), as_torch=False)
 
 
 def outline_in(file: OpenFile, where: str) -> FileOutline:
