@@ -10,7 +10,7 @@ from typing import Final
 from portus.cli import report_charts, report_page, words
 from portus.cli.in_place import in_place
 from portus.cli.options import POOL, Text, argument, option
-from portus.cli.output import Json, Output, fields
+from portus.cli.output import Json, Output, Row, fields
 from portus.cli.report_charts import by_session, intervals
 from portus.cli.training import (
     WHERE,
@@ -120,10 +120,11 @@ def _show(seen: JournaledRun, output: Output) -> None:
     for name, text in summary(seen):
         output.line(f"{name:8} {text}")
     output.line()
-    output.table(
-        ("WHERE THE TIME WENT", "", ">SHARE", ">TIME"),
-        [(WHERE[name], *bar(took, its.wall_s), words.seconds(took)) for name, took in parts(its)],
-    )
+    rows: list[Row] = []
+    for name, took in parts(its):
+        share = took / its.wall_s if its.wall_s else 0.0
+        rows.append((WHERE[name], "█" * round(WIDTH * share), f"{share:.1%}", words.seconds(took)))
+    output.table(("WHERE THE TIME WENT", "", ">SHARE", ">TIME"), rows)
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
     _show_course("steps between saves", steps, output)
     blocked = [[each.line.blocked_s for each in saves] for saves in by_session(its.saves)]
@@ -145,12 +146,6 @@ def _show_course(
         output.line()
         output.line(f"{title}: {text(min(values))} to {text(max(values))}")
         output.line(f"  {sparks(sessions)}")
-
-
-def bar(value: float, whole: float) -> tuple[str, str]:
-    """Return a bar of the length of a share, and the share as text."""
-    share = value / whole if whole else 0.0
-    return "█" * round(WIDTH * min(1.0, share)), f"{share:.1%}" if whole else ""
 
 
 def sparks(sessions: Sequence[Sequence[float]]) -> str:
