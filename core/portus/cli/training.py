@@ -137,7 +137,9 @@ def _find_journals(run: str | None, pool: str | None) -> tuple[Sequence[str], st
         if inside or Place.by_variable() is None:
             return inside, path
         place = find_pool(None)
-    elif pool is None and _is_pool(path):
+    elif pool is None and (
+        path.endswith(SUFFIX) or is_device(path) or names_in(journal_directory(path))
+    ):
         place = Place.parse(path)
     else:
         place = find_pool(pool, near=path)
@@ -182,12 +184,6 @@ def files_of(journals: Iterable[FoundJournal]) -> list[str]:
 
 def _is_below(path: str, directory: str) -> bool:
     return os.path.commonpath([path, directory]) == directory
-
-
-def _is_pool(path: str) -> bool:
-    """Return whether a pool is at ``path``, and not a checkpoint."""
-    is_pool = path.endswith(SUFFIX) or is_device(path) or names_in(journal_directory(path)) != []
-    return is_pool and not os.path.isdir(path)
 
 
 def _in_directory(path: str) -> Sequence[str]:
