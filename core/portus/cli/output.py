@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
@@ -114,11 +115,10 @@ class Output:
         for row in rows:
             cells = ("" if row[at] is None else str(row[at]) for at in shown)
             table.add_row(*(Text(printable(cell)) for cell in cells))
-        is_terminal = sys.stdout.isatty()
-        console = Console(width=None if is_terminal else _WIDE, force_terminal=is_terminal)
-        with console.capture() as captured:
-            console.print(table)
-        _print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        is_terminal, drawn = sys.stdout.isatty(), io.StringIO()
+        width = None if is_terminal else _WIDE
+        Console(file=drawn, width=width, force_terminal=is_terminal).print(table)
+        _print("\n".join(line.rstrip() for line in drawn.getvalue().splitlines()))
 
     def skip(self, error: PortusError, what: str = "") -> dict[str, Json]:
         """Report an error that ended a part of the command, which exits with its code if no other
