@@ -43,19 +43,22 @@ class StateLoader:
         self.fetch_named()
         if os.path.isdir(above):
             self._files.prepare([above])
-        candidates = self.as_main_says(above, _newest_first(above))
+        found: list[str] = []
+        with contextlib.suppress(portus.MediumError):  # stock reports that it cannot be listed
+            found = numbered_directories(above)[::-1]
+        candidates = self.as_main_says(above, found)
         failed: tuple[str, portus.PortusError] | None = None
         for candidate in self._most_complete_first(candidates):
             if failed is not None:
                 _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
                 self.passed_over.add(failed[0])  # training will save there again
             try:
-                found = self._load_by_all(stock, candidate)
+                loaded = self._load_by_all(stock, candidate)
             except (portus.CorruptionError, portus.UsageError) as error:
                 failed = candidate, error
             else:
                 self.passed_over.discard(candidate)
-                return found
+                return loaded
         if failed is not None:
             raise failed[1]
         return self._load(stock, None)
@@ -206,13 +209,6 @@ class StateLoader:
                 count,
                 now,
             )
-
-
-def _newest_first(above: str) -> list[str]:
-    """Return the checkpoints in ``above``; none if it cannot be listed: stock reports that."""
-    with contextlib.suppress(portus.MediumError):
-        return numbered_directories(above)[::-1]
-    return []
 
 
 def _positions_in(directory: str, process: int) -> Any:

@@ -163,7 +163,9 @@ def go_back(accelerator: Any, saved: Any, of_main: Any) -> None:
 
 def iterate(stock: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
     """Yield the batches of a loader of Accelerate, from where it resumes."""
-    resumed, plain = _resume(loader), data.of(loader)
+    resumed, plain = next((each for each in _waiting if each.is_of(loader)), None), data.of(loader)
+    if resumed is not None:
+        _waiting.remove(resumed)
     own = plain.loader if plain is not None else loader if resumed is None else resumed.loader
     if own is not loader:  # of skip_first_batches, at epoch 0 in older versions
         loader.iteration = own.iteration
@@ -207,14 +209,6 @@ def _tell_epoch(loader: Any) -> None:
     nor before a stateful loader gets its state."""
     if isinstance(loader.dataset, portus.SeededDataset):
         loader.dataset.set_epoch(loader.iteration)
-
-
-def _resume(loader: Any) -> _ResumedLoader | None:
-    for each in _waiting:
-        if each.is_of(loader):
-            _waiting.remove(each)
-            return each
-    return None
 
 
 def _rewind(loader: Any, resumed: _ResumedLoader) -> None:

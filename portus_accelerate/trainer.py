@@ -153,7 +153,7 @@ def _train(
     *more: Any,
     **named: Any,
 ) -> Any:
-    from portus_accelerate import callback, leaving  # they need transformers
+    from portus_accelerate import callback  # it needs transformers
 
     saver = saver_of(self.accelerator)
     if saver is None:
@@ -170,11 +170,11 @@ def _train(
     is_path = isinstance(chosen, str | os.PathLike)
     is_own = is_path and os.path.dirname(os.path.abspath(chosen)) == os.path.abspath(output)
     _follow_the_cadence(self, saver)
-    with callback.training(seen=True), leaving.hear_signals(self, saver.settings.preempt_within):
+    with callback.training(seen=True), callback.hear_signals(self, saver.settings.preempt_within):
         try:
             result = stock(self, chosen, *more, **named)
-        except leaving.EvaluationSkipped:
-            result = leaving.run_to_leaving(self)
+        except callback.EvaluationSkipped:
+            result = callback.run_to_leaving(self)
         except BaseException:
             saver.leave()
             raise

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -167,9 +168,8 @@ INSTANCES: Final[deque[bool]] = deque(maxlen=1)
 """Not empty once this process has made a ``PortusIO``."""
 
 
-class _Thread(threading.local):
-    is_late: bool | None = None
-    """Whether training continues during a save, while a callback of the Trainer saves."""
+_is_late: Final[ContextVar[bool | None]] = ContextVar("portus_is_late", default=None)
+"""Whether training continues during a save, while a callback of the Trainer saves."""
 
 
 class RunFiles:
@@ -193,7 +193,6 @@ class RunFiles:
         self._pool: Final = pool
         self._model: Final = model
         self._guard: Final = threading.RLock()
-        self._thread: Final = _Thread()
         # Bounded: without a companion, as in Fabric, no code takes the statistics.
         self._handles: Final[deque[portus.SaveHandle]] = deque(maxlen=16)
         self._new_files()  # refuses invalid values now
@@ -244,11 +243,11 @@ class RunFiles:
     @contextlib.contextmanager
     def saving(self, *, is_late: bool) -> Iterator[None]:
         """Mark the saves of a callback of the Trainer: in the background, if ``is_late``."""
-        before, self._thread.is_late = self._thread.is_late, is_late
+        token = _is_late.set(is_late)
         try:
             yield
         finally:
-            self._thread.is_late = before
+            _is_late.reset(token)
 
     def save(self, checkpoint: dict[str, Any], path: str) -> None:
         """Save ``checkpoint`` to ``path``. Blocks until it exists, unless within ``saving``."""
@@ -263,9 +262,10 @@ class RunFiles:
                 self._saved.pop(path, None)
                 self._saved[path] = None
                 self._handles.append(handle)
-            if self._has_ended or self._thread.is_late is None:
+            is_late = _is_late.get()
+            if self._has_ended or is_late is None:
                 handle.wait()
-            elif not self._thread.is_late:
+            elif not is_late:
                 handle.join()  # a failure is reported as on_error says
         finally:
             if self._has_ended:
@@ -290,7 +290,7 @@ class RunFiles:
         step = next(self._counted) if step is None else step
         files = {"meta.pt": rest} if is_first else {}
         is_last_chance = os.path.basename(path).startswith(_LAST_CHANCE)
-        now = self._has_ended or is_last_chance or not self._thread.is_late
+        now = self._has_ended or is_last_chance or not _is_late.get()
         try:
             handle = writer.save(shards, path, files=files, blocking=now, step=step)
         except portus.UsageError:

@@ -14,10 +14,9 @@ from portus.engine.image.integrity import shard_of
 from portus.engine.image.stored_file import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
-from portus.engine.loading.open_file import OpenFile, open_file, reads
+from portus.engine.loading.open_file import OpenFile, StoredBytes, open_file, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import RestoreOptions
-from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.loading.torch_file import (
     has_digests_of_torch,
     load_torch,
@@ -122,8 +121,10 @@ def verify_file(path: str | os.PathLike[str], pace: Pace | None = None) -> int:
         shard = shard_of(read, file.size, where)
         found = None if shard else outline_file(read, file.size, printable(where))
         if pace is not None:
-            # Rot on the disk does not show in cached pages.
-            _drop_cached(file)
+            if file.number is not None and hasattr(os, "posix_fadvise"):
+                # Rot on the disk does not show in cached pages.
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
             read = _pace(read, pace)
         if shard is not None:
             shard.verify(read)
@@ -169,12 +170,6 @@ def _format_of(read: Read, name: str) -> FileFormat:
 def outline_file(read: Read, size: int, name: str) -> StoredFile:
     """Return the places of everything in the file that ``read`` reads."""
     return _format_of(read, name).outline(read, size, name)
-
-
-def _drop_cached(file: OpenFile) -> None:
-    if file.number is not None and hasattr(os, "posix_fadvise"):
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _pace(read: Read, pace: Pace) -> Read:

@@ -57,6 +57,7 @@ def _use_last(found: Sequence[Found], use: Callable[[Found], Result]) -> Result:
 
 
 _loaded: Final[dict[str, VersionInfo]] = {}
+"""The versions that this process has loaded, so that its journal can say what it resumes from."""
 
 
 def note_loaded(info: VersionInfo) -> None:

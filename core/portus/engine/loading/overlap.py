@@ -52,7 +52,11 @@ def copy_over(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def _doubtful(users: list[Pair]) -> list[Pair]:
     """Return the pairs that may overlap in another way than when they were saved."""
-    if len({_shift(spec, target) for spec, target in users}) == 1 and all(map(_alike, users)):
+    places = {
+        (spec.storage, (int(target.storage_offset()) - spec.offset) * target.element_size())
+        for spec, target in users
+    }
+    if len(places) == 1 and all(map(_alike, users)):  # one storage, copied as a whole
         return []
     address = np.array([target.data_ptr() for _, target in users], np.int64)
     length = np.array([_extent(target) for _, target in users], np.int64)
@@ -62,12 +66,6 @@ def _doubtful(users: list[Pair]) -> list[Pair]:
         for user, is_shared in zip(users, shared.tolist(), strict=True)
         if is_shared or (_is_folded(user[1]) and not _alike(user))
     ]
-
-
-def _shift(spec: TensorSpec, target: torch.Tensor) -> tuple[int, int]:
-    """Return the storage that ``target`` copies, and its shift within that, in bytes."""
-    offset = int(target.storage_offset()) - spec.offset
-    return spec.storage, offset * target.element_size()
 
 
 def _alike(user: Pair) -> bool:

@@ -70,19 +70,15 @@ def matcher(names: Patterns) -> Matcher | None:
     return Matcher(patterns)
 
 
-def part_of(state: Any, keep: Matcher) -> Any:
+def part_of(value: Any, keep: Matcher, keys: tuple[object, ...] = ()) -> Any:
     """Return the matching part of a state: other entries of dicts disappear, and other items of
-    lists and tuples become None."""
-    return _part(state, keep, ())
-
-
-def _part(value: Any, keep: Matcher, keys: tuple[object, ...]) -> Any:
+    lists and tuples become None. keys: of ``value`` in the whole state."""
     if isinstance(value, dict) and value:
-        pairs = [(key, _part(each, keep, (*keys, key))) for key, each in value.items()]
+        pairs = [(key, part_of(each, keep, (*keys, key))) for key, each in value.items()]
         kept = {key: each for key, each in pairs if each is not _DROPPED}
         return _make_like(value, kept) if kept or not keys else _DROPPED
     if type(value) in (list, tuple) and not _SINGLE.issuperset(map(type, value)):
-        parts = [_part(each, keep, (*keys, index)) for index, each in enumerate(value)]
+        parts = [part_of(each, keep, (*keys, index)) for index, each in enumerate(value)]
         if all(each is _DROPPED for each in parts) and keys:
             return _DROPPED
         return type(value)(None if each is _DROPPED else each for each in parts)

@@ -261,7 +261,9 @@ def _repeated_dims(spec: TensorSpec) -> set[int]:
 
 def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
     """Copy storages over tensors: straight where one tensor is the whole storage."""
-    users_of = _by_storage(pairs)
+    users_of: _Users = {}
+    for spec, target in pairs:
+        users_of.setdefault(spec.storage, []).append((spec, target))
     filled = _fill_blocks(stored, users_of)
     for index, users in users_of.items():
         if index not in filled:
@@ -290,14 +292,6 @@ def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
 
 
 _Users = dict[int, list[tuple[TensorSpec, torch.Tensor]]]
-
-
-def _by_storage(pairs: list[tuple[TensorSpec, torch.Tensor]]) -> _Users:
-    """Return the tensors of each storage, by its index."""
-    found: _Users = {}
-    for spec, target in pairs:
-        found.setdefault(spec.storage, []).append((spec, target))
-    return found
 
 
 def carry_out(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:

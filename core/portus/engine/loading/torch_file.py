@@ -23,10 +23,9 @@ from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
-from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.restore_over import RestoreOptions, restore_over
-from portus.engine.loading.stored_bytes import StoredBytes
 from portus.engine.state.pickling import no_collection
 from portus.engine.state.walk import walk
 from portus.errors import CorruptionError, PortusError, UsageError, printable

@@ -51,7 +51,14 @@ class _Note(msgspec.Struct, frozen=True):
 
 
 class StepFiles:
-    """The files of the steps in one directory, which may not exist yet. Threads may share it."""
+    """The files of the steps in one directory, which may not exist yet: a real torch file for each,
+    ``step-00000100.pt``. Threads may share it.
+
+    Each has a note with the time of its save and its metrics. The time says which is the newest,
+    also after a run went back to an earlier step, and in a copy of the directory, where files have
+    other times. A file without a note, such as one by stock ``torch.save``, has the time of its
+    file.
+    """
 
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory

@@ -51,7 +51,8 @@ class RankSave:
 
 
 class RankSaves:
-    """The saves of this rank that may turn out to have failed on another one."""
+    """The saves of this rank that may turn out to have failed on another one. The others learn of
+    failed ones at their next save."""
 
     def __init__(self, settings: Settings) -> None:
         self._raises: Final = settings.on_error == "raise"

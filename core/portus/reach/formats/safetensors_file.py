@@ -10,9 +10,8 @@ import torch
 
 from portus.engine.image.stored_file import Read
 from portus.engine.loading.checkpoint_file import FileFormat
-from portus.engine.loading.open_file import OpenFile, reads
+from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Patterns, matcher
-from portus.engine.loading.stored_bytes import StoredBytes
 from portus.errors import UsageError, printable
 from portus.reach.formats.safetensors import DTYPES, LENGTH_SIZE, SUFFIX
 from portus.reach.formats.safetensors_reader import is_safetensors, read_safetensors

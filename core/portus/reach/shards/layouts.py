@@ -28,7 +28,11 @@ from portus.reach.shards.rank_contents import RankContents, ShardContents
 
 class TensorShards(NamedTensors, ShardContents):
     """A rank's tensors as a safetensors file, as ``HuggingFaceStorageWriter`` writes it. It cannot
-    have values that are not tensors, nor two parts of one tensor."""
+    have values that are not tensors, nor two parts of one tensor.
+
+    Source: ``torch.distributed.checkpoint.hf_storage``: each tensor has its item's name, and the
+    metadata of the header have its offsets in the whole tensor.
+    """
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         tensors: dict[str, torch.Tensor] = {}
