@@ -67,16 +67,12 @@ class PortusCallback(TrainerCallback, ExportableState):
         portus.parse_cadence(every, max_overhead, mtbf)
         said = {"every": every, "max_overhead": max_overhead, "mtbf": mtbf}
         self._said: Final[dict[str, Any]] = said
-        self._cadence: portus.Cadence | None = None
-
-    @property
-    def cadence(self) -> portus.Cadence | None:
-        """Return the cadence of the training that runs; None if none runs."""
-        return self._cadence
+        self.cadence: portus.Cadence | None = None
+        """The cadence of the training that runs; None if none runs."""
 
     def state(self) -> dict[str, Any]:
         """Return the state for ``trainer_state.json``; Trainer restores its ``attributes``."""
-        saved = None if self._cadence is None else self._cadence.state_dict()
+        saved = None if self.cadence is None else self.cadence.state_dict()
         return {"args": self._said, "attributes": {"saved": saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -87,22 +83,22 @@ class PortusCallback(TrainerCallback, ExportableState):
                 "PortusCallback(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: set PORTUS_ACCELERATE=1, or every='5min'"
             )
-        self._cadence = portus.Cadence.create(ACCELERATE, **self._said, is_seen=bool(seen))
+        self.cadence = portus.Cadence.create(ACCELERATE, **self._said, is_seen=bool(seen))
         # From a checkpoint without this callback Trainer could not save the callback's state.
         mine = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         saved = mine.get("attributes", {}).get("saved")
         if saved is not None:
-            self._cadence.load_state_dict(saved)
+            self.cadence.load_state_dict(saved)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Exclude the time of an evaluation from the cost of saves."""
-        if self._cadence is not None:
-            self._cadence.ignore_step()
+        if self.cadence is not None:
+            self.cadence.ignore_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
         """Ask for a save if this step is due, and skip those of ``save_steps``."""
-        assert self._cadence is not None
-        is_due = self._cadence.should_save()
+        assert self.cadence is not None
+        is_due = self.cadence.should_save()
         if is_due:
             control.should_save = True
             return control
@@ -119,7 +115,7 @@ class PortusCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop counting."""
-        self._cadence = None
+        self.cadence = None
 
 
 class EvaluationSkipped(BaseException):

@@ -130,7 +130,7 @@ class Saver:
         # none stays if the save fails.
         limit, project.total_limit = project.total_limit, None
         try:
-            with self._saving(named, self._random_states, limit if self._is_writer else None):
+            with self._saving(named, self._add_positions, limit if self._is_writer else None):
                 return self._into(stock, asked, named)
         finally:
             project.total_limit = limit
@@ -290,18 +290,15 @@ class Saver:
                 files.close()
             self._files.close()
 
-    def _random_states(self, capture: Capture) -> dict[str, Any]:
-        """Return this process's generators and positions in data, by file name. The capture has
-        them too."""
-        own = capture.parts
-        name = RANDOM.format(self._accelerator.process_index)
-        if isinstance(own.get(name), dict):
+    def _add_positions(self, capture: Capture) -> None:
+        """Add this process's positions in data, and the cadence, to its generators."""
+        states = capture.parts.get(RANDOM.format(self._accelerator.process_index))
+        if isinstance(states, dict):
             # Accelerate's file of them has one name for all processes: it has those of one.
-            states = not self._is_writer
-            own[name][resume.KEY] = resume.positions(self._accelerator, with_states=states)
+            with_states = not self._is_writer
+            states[resume.KEY] = resume.positions(self._accelerator, with_states=with_states)
             if self._cadence is not None:
-                own[name][resume.KEY][_CADENCE] = self._cadence.state_dict()
-        return {name: own[name]} if name in own else {}
+                states[resume.KEY][_CADENCE] = self._cadence.state_dict()
 
 
 def _is_writer(accelerator: Any) -> bool:

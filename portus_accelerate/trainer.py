@@ -83,7 +83,8 @@ def install() -> None:
         "_push_from_checkpoint": _push,
     }
     functions |= dict.fromkeys(_LOADS, _load_verified)
-    functions |= trainer_data.changes(module.Trainer)
+    if all(hasattr(module.Trainer, name) for name in trainer_data.METHODS):
+        functions |= trainer_data.METHODS
     changes = [
         (module, "torch", capture.Torch(module.torch)),
         # Rotation removes old checkpoints by it, right after a save that isn't durable yet.

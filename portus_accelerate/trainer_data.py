@@ -46,24 +46,6 @@ class _Training:
     """The number of its batches."""
 
 
-METHODS: Final = (
-    "_inner_training_loop",
-    "set_initial_training_values",
-    "_init_training_state",
-    "_run_epoch",
-)
-"""The methods of ``Trainer`` that are replaced."""
-
-
-def changes(trainer: Any) -> dict[str, Callable[..., Any]]:
-    """Return the replacements for methods of the class ``Trainer``; none for a class without these
-    methods, which counts itself."""
-    if not all(hasattr(trainer, name) for name in METHODS):
-        return {}
-    methods: list[Callable[..., Any]] = [_loop, _values, _initial_state, _epoch]
-    return dict(zip(METHODS, methods, strict=True))
-
-
 def add_to(states: dict[str, Any], trainer: Any) -> None:
     """Add the position in the data to the random states that this process saves."""
     training = _of(trainer)
@@ -153,6 +135,15 @@ def _epoch(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> A
     training.epoch, training.batches = named["epoch"], named["steps_in_epoch"]
     training.delivered = named["steps_trained_in_current_epoch"] if begins_within else 0
     return stock(self, **named)
+
+
+METHODS: Final[dict[str, Callable[..., Any]]] = {
+    "_inner_training_loop": _loop,
+    "set_initial_training_values": _values,
+    "_init_training_state": _initial_state,
+    "_run_epoch": _epoch,
+}
+"""The replacements for methods of ``Trainer``. A class without one of them counts itself."""
 
 
 def _of(trainer: Any) -> _Training | None:

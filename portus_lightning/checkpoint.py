@@ -49,15 +49,11 @@ class CadenceHooks:
                 )
         self._every, self._max_overhead, self._mtbf = every, max_overhead, mtbf
         portus.parse_cadence(every, max_overhead, mtbf)  # refuses invalid arguments
-        self._cadence: portus.Cadence | None = None
+        self.cadence: portus.Cadence | None = None
+        """The cadence that decides; None unless a fit runs."""
         self._loaded: dict[str, object] | None = None
         super().__init__(every_n_train_steps=1, **of_model_checkpoint)  # type: ignore[call-arg]
         self._every_n_train_steps = 0
-
-    @property
-    def cadence(self) -> portus.Cadence | None:
-        """Return the cadence that decides; None unless a fit runs."""
-        return self._cadence
 
     @property
     def state_key(self) -> str:
@@ -75,7 +71,7 @@ class CadenceHooks:
                 "PortusCheckpoint(every='auto') uses what saves of Portus cost, and this "
                 "Trainer saves without Portus: add plugins=[PortusIO()], or set every='5min'"
             )
-        self._cadence = portus.Cadence.create(
+        self.cadence = portus.Cadence.create(
             stock.LIGHTNING,
             self._every,
             self._max_overhead,
@@ -84,14 +80,14 @@ class CadenceHooks:
         )
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            self._cadence.load_state_dict(loaded)
+            self.cadence.load_state_dict(loaded)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
         """Save as ``ModelCheckpoint`` with ``every_n_train_steps`` does, if this step is due."""
-        assert self._cadence is not None
+        assert self.cadence is not None
         # This sets only Lightning's own interval (0 is never), so top-k, deferring a save to a
         # validation and all that follows stay Lightning's.
-        self._every_n_train_steps = 1 if self._cadence.should_save() else 0
+        self._every_n_train_steps = 1 if self.cadence.should_save() else 0
         try:
             super().on_train_batch_end(trainer, pl_module, *batch)  # type: ignore[misc]
         finally:
@@ -100,21 +96,21 @@ class CadenceHooks:
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Exclude the time of a validation from the cost of saves."""
         super().on_validation_start(trainer, pl_module)  # type: ignore[misc]
-        if self._cadence is not None:
-            self._cadence.ignore_step()
+        if self.cadence is not None:
+            self.cadence.ignore_step()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)  # type: ignore[misc]
-        self._cadence = None
+        self.cadence = None
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
-        return state if self._cadence is None else {**state, KEY: self._cadence.state_dict()}
+        return state if self.cadence is None else {**state, KEY: self.cadence.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         saved = state_dict.get(KEY)
-        if self._cadence is None:
+        if self.cadence is None:
             self._loaded = saved
         elif saved is not None:
-            self._cadence.load_state_dict(saved)
+            self.cadence.load_state_dict(saved)
