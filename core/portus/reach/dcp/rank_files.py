@@ -176,7 +176,8 @@ class RankFiles(TrainingFiles):
             if handle is not None and is_in_place:
                 # In a directory that has a checkpoint all drafts are durable before the first
                 # rename.
-                gate.await_draft(handle)
+                while not gate.drafted.wait(0.05) and not handle.done:
+                    continue
             # For example on a full disk.
             has_failed = handle is not None and handle.done and not handle.committed
             # None is visible yet: the gates open only if no rank was refused.
@@ -276,12 +277,13 @@ class RankFiles(TrainingFiles):
 @dataclass(slots=True)
 class _Gate:
     """The condition for a rank's files to become visible: all ranks have begun. save: its id.
-    given_up: the ids of saves that failed, from now on too."""
+    given_up: the ids of saves that failed, from now on too. drafted: set once the draft is
+    durable."""
 
     directory: str
     save: int
     given_up: Collection[int]
-    _drafted: threading.Event = field(default_factory=threading.Event)
+    drafted: threading.Event = field(default_factory=threading.Event)
     _opened: threading.Event = field(default_factory=threading.Event)
     _others: Collection[str] = ()
     _is_open: bool = False
@@ -289,17 +291,12 @@ class _Gate:
     def ready(self) -> None:
         """Report that the draft is durable, and block until all ranks have begun or one could not.
         Runs on the worker. Raises ``AbandonedError`` to discard the draft."""
-        self._drafted.set()
+        self.drafted.set()
         self._opened.wait()
         if not self._is_open:
             raise AbandonedError("save given up: another rank could not begin its part")
         if self._others:
             await_files(self.directory, self._others, self.save, self.given_up)
-
-    def await_draft(self, handle: SaveHandle) -> None:
-        """Block until the draft is durable, or the save has failed."""
-        while not self._drafted.wait(0.05) and not handle.done:
-            continue
 
     def open(self, others: Collection[str]) -> None:
         """Let the files become visible once ``others``, the files of other ranks, are there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any, Final
@@ -123,7 +124,12 @@ def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> l
     found: Any = None
     if standing(group)[0] == 0:
         try:
-            found = _find_directories(above, mirror)
+            settings = Settings(mirror=mirror, journal=False)
+            if mirror_of(settings) is not None:
+                name = os.path.basename(above) or "checkpoints"
+                with contextlib.closing(TrainingFiles(settings, of_directories=True)) as files:
+                    files.fetch(name, os.path.join(above, DEFAULT_DIRECTORY), above)
+            found = complete_in(above)
         except PortusError as error:
             found = error  # sent, not raised: the others wait in the broadcast
     if dist.is_initialized():
@@ -131,15 +137,3 @@ def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> l
     if isinstance(found, PortusError):
         raise found
     return list(found)
-
-
-def _find_directories(above: str, mirror: str | None) -> list[str]:
-    settings = Settings(mirror=mirror, journal=False)
-    if mirror_of(settings) is not None:
-        files = TrainingFiles(settings, of_directories=True)
-        try:
-            name = os.path.basename(above) or "checkpoints"
-            files.fetch(name, os.path.join(above, DEFAULT_DIRECTORY), above)
-        finally:
-            files.close()
-    return complete_in(above)
