@@ -48,7 +48,7 @@ COMMIT = [
 LOAD = [
     "engine/files/pending.PendingPaths.wait_for", "engine/loading/open_file.open_file",
     "engine/loading/checkpoint_file.load_opened", "engine/image/torch_reader.read_torch",
-    "engine/loading/stored_bytes.StoredBytes.fetch", "engine/copying/local.fetch",
+    "engine/loading/open_file.StoredBytes.fetch", "engine/copying/local.fetch",
 ]  # fmt: skip
 STEPS = {
     "portus.save": (SAVE, COMMIT),

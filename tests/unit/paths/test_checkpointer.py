@@ -22,7 +22,7 @@ from torch import nn
 import portus
 from portus.engine.copying.local import fetch
 from portus.engine.files.queue import Errand
-from portus.engine.loading import stored_bytes
+from portus.engine.loading import open_file
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.paths import directory_steps, process
 from portus.engine.paths.saver import FileSaver
@@ -447,7 +447,7 @@ def test_a_part_of_a_file_is_read_for_a_part_of_a_state(monkeypatch: pytest.Monk
         read.extend(sources.length.tolist())
         return real(file, sources, stop)
 
-    monkeypatch.setattr(stored_bytes, "fetch", noted)
+    monkeypatch.setattr(open_file, "fetch", noted)
     portus.Checkpointer("run").restore_into({"bias": torch.zeros(3).long()}, names="bias")
     assert read == [24]
 
