@@ -280,6 +280,22 @@ class FileStoreContract(StoreContract):
         assert [each.name for each in store.list("")] == ["a"]
 
     @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
+    def test_a_stream_changes_nothing_if_another_object_came_meanwhile(
+        self, store: FileStore, size: int
+    ) -> None:
+        store.put("a", b"as it was")
+
+        def parts() -> Iterator[bytes]:
+            yield bytes(size)
+            self.write_behind("log/9", b"another's")
+
+        with pytest.raises(StaleError, match="log/9"):
+            store.put_stream("a", parts(), size, unless="log/9")
+        assert self.read_behind("a") == b"as it was"
+        store.put_stream("a", [b"new"], 3, unless="log/8")
+        assert self.read_behind("a") == b"new"
+
+    @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
     def test_a_copy_is_an_object_of_its_own(self, store: FileStore, size: int) -> None:
         data = random.Random(4).randbytes(size)
         store.put_stream("a/last.ckpt", [data], size)

@@ -183,12 +183,12 @@ class _Killing:
             return lambda name, target, size: False
         return partial(self._change, found) if name in _CHANGES else found
 
-    def _change(self, change: Callable[..., object], *args: object) -> object:
+    def _change(self, change: Callable[..., object], *args: object, **rest: object) -> object:
         self.calls += 1
         is_last = self.calls - 1 == self._call
         if is_last and not self._is_done:
             raise KeyboardInterrupt
-        found = change(*args)
+        found = change(*args, **rest)
         if is_last:
             raise KeyboardInterrupt
         return found
@@ -231,8 +231,8 @@ def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-        def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
-            store.put_stream(name, parts, size)
+        def put_stream(self, name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
+            store.put_stream(name, parts, size, **rest)
             other.claim("another", bytes(16))
 
     files = MirroredFiles(Overtaken(), "run", "the store")  # type: ignore[arg-type]
@@ -240,6 +240,30 @@ def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
     with pytest.raises(SupersededError):
         put(files, tmp_path / "a.ckpt")
     assert other.read().files == ()
+
+
+def test_an_upload_that_began_before_another_writer_s_claim_replaces_no_file_of_that_one(
+    tmp_path: Path, store: FileStore
+) -> None:
+    made(tmp_path / "last.ckpt", 2 * UNIT)
+    theirs = made(tmp_path / "theirs.ckpt", 1000)
+    other = MirroredFiles(store, "run", "the store")
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def put_stream(self, name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
+            sent = list(map(bytes, parts))
+            other.claim("another", bytes(16))
+            put(other, tmp_path / "theirs.ckpt", "last.ckpt")
+            store.put_stream(name, sent, size, **rest)
+
+    files = MirroredFiles(Slow(), "run", "the store")  # type: ignore[arg-type]
+    files.claim("a test", RUN)
+    with pytest.raises(SupersededError):
+        put(files, tmp_path / "last.ckpt")
+    assert fetched(other, "last.ckpt", tmp_path / "back") == theirs
 
 
 def test_a_stop_ends_an_upload_and_what_was_there_stays(

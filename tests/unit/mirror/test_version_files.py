@@ -208,10 +208,10 @@ def test_a_file_that_arrived_is_not_sent_again_after_a_failure(
     sent: list[str] = []
     stream = Folder.put_stream
 
-    def put_stream(store: Folder, name: str, parts: Any, size: int) -> None:
+    def put_stream(store: Folder, name: str, parts: Any, size: int, **rest: str) -> None:
         if name.endswith(QUOTED) and not is_up:
             raise TransportError("the store does not answer")
-        stream(store, name, parts, size)
+        stream(store, name, parts, size, **rest)
         if VERSIONS in name and not name.endswith(DIGEST_SUFFIX):
             sent.append(os.path.basename(name))
 

@@ -51,7 +51,7 @@ class Bucket:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
         def asked() -> Iterator[Part]:
             for part in parts:
                 self.begun.set()
@@ -60,7 +60,7 @@ class Bucket:
                     raise self.error
                 yield part
 
-        self.store.put_stream(name, asked(), size)
+        self.store.put_stream(name, asked(), size, **rest)
         self.sent.append(name.removeprefix("run/"))
 
     def files(self) -> dict[str, int]:
@@ -190,14 +190,14 @@ def meanwhile(bucket: Bucket, act: Callable[[int], object], times: int) -> None:
     """Have ``act`` happen during each of the next uploads."""
     count, put_stream = itertools.count(), bucket.put_stream
 
-    def put_stream_late(name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream_late(name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
         def asked() -> Iterator[Part]:
             for part in parts:
                 if (number := next(count)) < times:
                     act(number)
                 yield part
 
-        put_stream(name, asked(), size)
+        put_stream(name, asked(), size, **rest)
 
     bucket.put_stream = put_stream_late  # type: ignore[method-assign]
 
@@ -301,10 +301,10 @@ def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None
     sent = {}
     real = bucket.store.put_stream
 
-    def put_stream(name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream(name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
         data = b"".join(parts)
         sent[name] = data
-        real(name, [data], size)
+        real(name, [data], size, **rest)
 
     bucket.store.put_stream = put_stream  # type: ignore[method-assign]
     bucket.gate.set()
@@ -519,11 +519,13 @@ def test_a_full_store_gets_room_from_what_the_run_removed_but_for_the_newest_the
     run, put_stream = Run(bucket, tmp_path / "run", wait=5).begin(), bucket.put_stream
     there = []
 
-    def put_stream_in_room_for_two(name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream_in_room_for_two(
+        name: str, parts: Iterable[Part], size: int, **rest: str
+    ) -> None:
         there.append(sum(each.name.endswith(".ckpt") for each in bucket.behind.list("run/ckpt/")))
         if there[-1] == 2:
             raise MediumError(errno.ENOSPC, "it is full")
-        put_stream(name, parts, size)
+        put_stream(name, parts, size, **rest)
 
     bucket.put_stream = put_stream_in_room_for_two  # type: ignore[method-assign]
     for step in (1, 2):
@@ -844,8 +846,8 @@ def test_what_was_uploaded_of_a_directory_that_is_given_up_does_not_stay(
     run = Directories(bucket, tmp_path / "run").begin()
     put_stream = bucket.put_stream
 
-    def put_first(name: str, parts: Iterable[Part], size: int) -> None:
-        put_stream(name, parts, size)
+    def put_first(name: str, parts: Iterable[Part], size: int, **rest: str) -> None:
+        put_stream(name, parts, size, **rest)
         for part in set(PARTS) - {os.path.basename(name)}:  # they are others from now on
             os.utime(f"{run.checkpoints}/s0/{part}", (1, 1))
 

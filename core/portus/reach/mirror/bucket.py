@@ -35,7 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from portus.engine.copying.thread import JoinableThread
-from portus.errors import PortusError, TransportError, UsageError
+from portus.errors import PortusError, StaleError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, translate
 from portus.reach.mirror.store import (
@@ -119,9 +119,9 @@ class Bucket:
         path = check_name(name, self._address)
         self._ask("put", name, lambda: self._put(path, data))
 
-    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
         path = check_name(name, self._address)
-        self._ask("put", name, lambda: self._put_stream(path, parts, size))
+        self._ask("put", name, lambda: self._put_stream(path, self._chunks(parts, unless), size))
 
     def copy(self, name: str, target: str, size: int) -> bool:
         if size > _COPY_MAX:
@@ -234,17 +234,27 @@ class Bucket:
     async def _put(self, path: str, data: bytes) -> None:
         await self._obstore.put_async(self._store, path, data, use_multipart=False)
 
-    async def _put_stream(self, path: str, parts: Iterable[Part], size: int) -> None:
+    async def _put_stream(self, path: str, chunks: AsyncIterator[Part], size: int) -> None:
         """Upload an object in several parts, which become one object once all of them are there."""
         await self._obstore.put_async(
             self._store,
             path,
-            _chunks(parts),
+            chunks,
             use_multipart=True,
             # S3 takes 10,000 parts of an object at most.
             chunk_size=max(PART_SIZE, -(-size // _PARTS_MAX)),
             max_concurrency=_PARTS_ABREAST,
         )
+
+    async def _chunks(self, parts: Iterable[Part], unless: str) -> AsyncIterator[Part]:
+        for part in parts:
+            yield part
+        if unless:  # now: what is left is the last part, and to make all of them one object
+            try:
+                await self._obstore.head_async(self._store, unless)
+            except FileNotFoundError:
+                return
+            raise StaleError(f"{self._address}: {unless} is there by now")
 
     async def _copy(self, path: str, target: str) -> None:
         # One request: a repeated one may copy later bytes of the name, after this returned.
@@ -304,11 +314,6 @@ def _unsigned_headers(kind: StoreKind) -> dict[str, str]:
 
 _MEMORY: Final[dict[str, ObjectStore]] = {}
 """The stores in memory, by name: all stores of this process share them."""
-
-
-async def _chunks(parts: Iterable[Part]) -> AsyncIterator[Part]:
-    for part in parts:
-        yield part
 
 
 async def _next_page(stream: Any) -> Sequence[Any]:

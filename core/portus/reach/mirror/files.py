@@ -31,6 +31,7 @@ from portus.reach.mirror.objects import (
     FileAdded,
     FileRemoved,
     State,
+    entry_name,
     file_name,
     name_before,
     prefix_of,
@@ -117,7 +118,13 @@ class MirroredFiles(Mirror):
                 yield part
                 stop.add(len(part))
 
-        return self._objects.put_file(name, parts(), size)
+        # An upload that began before another writer's claim must not replace a file of that one.
+        following = entry_name(self.state.number + 1)
+        try:
+            return self._objects.put_file(name, parts(), size, unless=following)
+        except StaleError:
+            self.confirm()
+            raise
 
     def set_aside(self, paths: Sequence[str]) -> None:
         """Have the files at ``paths`` count under other names, if the store copies objects that

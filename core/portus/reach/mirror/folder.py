@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from portus.engine.media.file_calls import file_error, write_all
-from portus.errors import MediumError, TransportError, UsageError
+from portus.errors import MediumError, StaleError, TransportError, UsageError
 from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.store import (
     ListedObject,
@@ -69,10 +69,12 @@ class Folder:
     def put(self, name: str, data: bytes) -> None:
         self.put_stream(name, [data], len(data))
 
-    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
         with self._translate_errors(UnwritableError):
             target = self._path(name)
             with self._write_partial(parts) as partial:
+                if unless and os.path.exists(self._path(unless)):
+                    raise StaleError(f"{self}: {unless} is there by now")
                 self._make_safe(os.path.dirname(target))
                 self._files.replace(partial, target)
                 self._files.sync(os.path.dirname(target))

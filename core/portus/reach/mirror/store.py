@@ -89,10 +89,11 @@ class Store(Protocol):
 class FileStore(Store, Protocol):
     """A store of objects of any size."""
 
-    def put_stream(self, name: str, parts: Iterable[Part], size: int) -> None:
+    def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
         """Make ``parts``, end to end, an object, as ``put`` does, but take each part when it is
         needed, and release it once it is sent; about ``size`` bytes in all. Raises the errors of
-        making a part, and then nothing has changed."""
+        making a part, and ``StaleError`` if the object ``unless`` exists once the parts were taken;
+        then nothing has changed."""
 
     def copy(self, name: str, target: str, size: int) -> bool:
         """Make the object ``name``, of ``size`` bytes, the object ``target`` as well, as ``put``
