@@ -224,12 +224,12 @@ def not_here(name: str, process: int) -> UsageError:
 
 
 def _leave_all() -> None:
+    _after_fork()  # first: whatever fails below, the child can go on
     for thread in list(_busy):  # the others are not in a child
         if thread != threading.get_ident():
             del _busy[thread]
     for thing in list(_held):
         thing.leave()
-    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -313,7 +314,8 @@ class Checkpointer:
 
     def __del__(self) -> None:
         try:  # at the end of an interpreter there may be no contextlib, nor errors to catch
-            getattr(self, "_is_closed", True) or self.close()
+            # Once it ends, the worker is gone, and a wait for it would not end.
+            getattr(self, "_is_closed", True) or sys.is_finalizing() or self.close()
         except (PortusError, AttributeError):
             return
 

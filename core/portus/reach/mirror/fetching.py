@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
@@ -31,7 +30,7 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import Added, State
-from portus.reach.versions.parallel import in_any_order
+from portus.reach.versions.parallel import in_any_order, in_turn
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
@@ -141,7 +140,7 @@ def _bring(
     counts = [len(each.file.length) for each in parts]
     firsts = [0, *itertools.accumulate(counts)]
     spans = [each.file.spans() for each in parts]
-    telling = threading.Lock()
+    tell = in_turn(advance)
 
     def bring(part: tuple[int, int]) -> None:
         number, start = part
@@ -154,9 +153,7 @@ def _bring(
             index = firsts[-1] + number if is_around else firsts[number] + storage
             target.store(begins[index] + inside, data[:length])
             data = data[length:]
-        with telling:
-            if advance is not None:
-                advance(size)
+        tell(size)
 
     ranges = [
         (number, start) for number, file in enumerate(parts) for start in range(0, file.size, UNIT)

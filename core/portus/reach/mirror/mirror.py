@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import posixpath
-import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, files_
 from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject, Part, Store
 from portus.reach.mirror.writer import Version, Writer, read_manifest
 from portus.reach.versions.file_bytes import FileBytes
+from portus.reach.versions.parallel import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +148,12 @@ class Mirror(Writer):
         by their names. Reads all of them. Raises as ``manifest``. advance: called with counts of
         read bytes; what it raises ends the call."""
         damage: dict[str, CorruptionError] = {}
-        telling = threading.Lock()
+        tell = in_turn(advance)
 
         def read(each: FileObject) -> None:
             try:
                 for size in self._objects.read(each):
-                    with telling:
-                        advance(size)
+                    tell(size)
             except CorruptionError as error:
                 damage[each.name] = error
 

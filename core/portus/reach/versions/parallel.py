@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
@@ -13,6 +14,19 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 NAME: Final = "portus-abreast"
+
+
+def in_turn(call: Callable[[int], object] | None) -> Callable[[int], None]:
+    """Return a function that several threads may call, and that calls ``call`` for one of them at a
+    time; None: nothing."""
+    guard = threading.Lock()
+
+    def call_alone(size: int) -> None:
+        if call is not None:
+            with guard:
+                call(size)
+
+    return call_alone
 
 
 def abreast(
