@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 KINDS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "InterruptibleCondition"}
-"""What makes a lock; the last one is the condition of ``portus.engine.pipeline.waiting``."""
+"""What makes a lock; the last one is the condition of ``portus.engine.copying.thread``."""
 
 
 @dataclass(frozen=True, slots=True)

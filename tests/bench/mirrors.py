@@ -27,8 +27,7 @@ import torch
 from obstore.store import S3Store
 
 import portus
-from portus.reach.versions.buffers import Rooms
-from portus.reach.versions.parallel import in_any_order
+from portus.reach.versions.parallel import Rooms, in_any_order
 from tests.bench.measure import Row, Spread, timed
 from tests.bench.saving import MIB, anonymous
 from tests.bench.states import Trained, tensors

@@ -17,9 +17,8 @@ from portus.errors import MediumError
 from portus.reach.media.dax import DAX_DEVICE
 from portus.reach.media.file import MAPPED_FILE, MappedFile, PlainFile
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import MEMORY, Memory
 from portus.reach.media.pool import SparseMedium
-from portus.reach.media.space import WORD, SpaceMedium
+from portus.reach.media.space import MEMORY, WORD, Memory, SpaceMedium
 from portus.testing.contract import (
     MappedMediumContract,
     MediumContract,

@@ -118,7 +118,7 @@ def test_at_each_path_of_a_killed_process_is_a_pointer_that_loads_or_nothing(
     children = Warm("tests.crash.saver")
     path, checkpoints = folder / "run.portus", folder / "checkpoints"
     checkpoints.mkdir()
-    monkeypatch.setattr("portus.reach.places.host.YOUNG_S", 0.0)
+    monkeypatch.setattr("portus.reach.places.pool.YOUNG_S", 0.0)
     saved = told = leaked = 0
     for number in range(KILLS_WITH_FILES):
         child = children.start("save_pointers_for_ever", str(path), str(checkpoints))

@@ -185,7 +185,7 @@ def collect(history: History) -> None:
 def test_what_a_killed_job_goes_on_from_is_what_it_saved(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("portus.reach.places.host.YOUNG_S", 0.0)
+    monkeypatch.setattr("portus.reach.places.pool.YOUNG_S", 0.0)
     random_ = random.Random(seed)
     with Host(tmp_path / "a") as a, Host(tmp_path / "b") as b, Host(tmp_path / "c") as c:
         one, two = History(tmp_path / "one", [a]), History(tmp_path / "two", [b, c])

@@ -10,7 +10,7 @@ from portus.companions.embedding.protection import ProtectedTables as ProtectedT
 from portus.companions.embedding.protection import ResumePoint as ResumePoint
 from portus.companions.embedding.protection import protect as protect
 from portus.companions.embedding.tables import RowwiseAdagrad as RowwiseAdagrad
-from portus.engine.state.elsewhere import Elsewhere as Elsewhere
+from portus.engine.state.walk import Elsewhere as Elsewhere
 from portus.reach.pools.elsewhere import fill as fill
 
 __all__ = ["Elsewhere", "ProtectedTables", "ResumePoint", "RowwiseAdagrad", "fill", "protect"]

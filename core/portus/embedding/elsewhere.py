@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from portus.engine.state.elsewhere import Elsewhere as Elsewhere
+from portus.engine.state.walk import Elsewhere as Elsewhere
 
 __all__ = ["Elsewhere"]

@@ -24,7 +24,7 @@ OTHER_FORMAT: Final = "portus.reach.formats.safetensors_file:other_format"
 SHARD_OF: Final = "portus.reach.shards.rank_file:shard_of"
 """Recognizes a file of a sharded checkpoint."""
 
-STEPS_OF: Final = "portus.reach.pools.place:steps_of"
+STEPS_OF: Final = "portus.reach.pools.checkpointer:steps_of"
 """Makes the ``Steps`` of a ``Checkpointer`` at the place that a user names."""
 
 COMPANIONS: Final = "portus.reach.training.companions:companions_of"

@@ -124,7 +124,7 @@ def test_gc_lets_go_of_versions_whose_pointers_were_deleted(
     arguments = ("gc", address, "--missing", str(pointers[0].parent))
     pointers[0].unlink()
     assert portus_json(*arguments, "--yes")["pools"][0]["retired"] == [], "it is young"
-    monkeypatch.setattr("portus.reach.places.host.YOUNG_S", 0)
+    monkeypatch.setattr("portus.reach.places.pool.YOUNG_S", 0)
     (would,) = portus_json(*arguments, "--dry-run")["pools"][0]["retired"]
     assert would["step"] == 4
     assert portus(*arguments).code == 2

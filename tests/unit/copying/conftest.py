@@ -13,7 +13,7 @@ from portus.engine.copying import native
 from portus.engine.copying.local import Engine, PurePython
 from portus.engine.media.base import Medium
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 
 BUILD = Path(__file__).resolve().parents[3] / "core" / "build_native.py"
 SIZE = 10 << 20

@@ -16,7 +16,7 @@ from portus.engine.copying.segments import Crcs, Source, Sources, Stop, cut
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.pools.image_draft import sum_sources
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.regions import Parts

@@ -24,7 +24,7 @@ from portus.engine.format.checksum import UNIT, digest
 from portus.engine.media.base import MappedMedium, Medium, MediumInfo
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 
 Buffer = NDArray[np.uint8]
 
@@ -664,7 +664,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from portus.engine.format.checksum import UNIT, digest
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.engine.spec import Extent
 from portus.engine.copying.local import Source, Stop, copy, fetch
 

@@ -15,7 +15,7 @@ from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from tests.contents import table
 
 

@@ -34,7 +34,7 @@ from portus.reach.index.records import (
 )
 from portus.reach.index.roots import Root, read_roots, read_superblock, store_root
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 
 OPENED: list[Memory] = []
 

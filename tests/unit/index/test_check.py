@@ -41,7 +41,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from tests.contents import table
 from tests.unit.index.pools import OPENED, Edit, Forger, HeaderEdit, Pool, close_all, save
 

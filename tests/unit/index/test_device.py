@@ -19,7 +19,7 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.roots import whole_superblock
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from tests.simulation import lines
 from tests.simulation.crash import CrashFiles
 from tests.simulation.explore import Explorer

@@ -19,7 +19,7 @@ from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from tests.unit.index.engine import save
 
 CLIENTS = 8

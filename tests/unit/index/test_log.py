@@ -15,7 +15,7 @@ from portus.errors import CorruptionError
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
 from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, read_log
 from portus.reach.index.records import VersionLog, VersionRecord
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 
 PAGES = 30
 

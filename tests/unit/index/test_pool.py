@@ -25,7 +25,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.roots import read_roots
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks, ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from tests.moments import at
 from tests.unit.index.engine import reader_of, save, stored, writer
 

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from portus.engine.loading.newest import use_newest
+from portus.engine.loading.checkpoint_file import use_newest
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError
 
 DAMAGE = CorruptionError("damaged")

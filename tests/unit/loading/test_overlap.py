@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import portus
-from portus.engine.loading import overlap, restore_over
+from portus.engine.loading import restore_over
 from portus.engine.spec import TensorSpec
 from portus.errors import UsageError
 
@@ -127,9 +127,9 @@ def test_lazy_bits_are_seen_in_what_is_compared() -> None:
     values = torch.tensor([1 + 2j, 3 - 4j])
     specs = [spec_of(name) for name in ("one", "other")]
     pairs = [(specs[0], values), (specs[1], values.conj())]
-    assert [*overlap.doubtful_pairs(pairs)] == [pairs]
-    assert overlap.contradiction(pairs, [values, values.conj().resolve_conj()]) is None
-    assert overlap.contradiction(pairs, [values, values]) == ("one", "other")
+    assert [*restore_over.doubtful_pairs(pairs)] == [pairs]
+    assert restore_over.contradiction(pairs, [values, values.conj().resolve_conj()]) is None
+    assert restore_over.contradiction(pairs, [values, values]) == ("one", "other")
 
 
 def spec_of(name: str) -> TensorSpec:

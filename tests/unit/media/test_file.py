@@ -34,7 +34,7 @@ from portus.reach.media.file import (
     UncachedFile,
 )
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.testing.contract import assert_raises, load
 from tests.page_cache import forget, in_memory
 from tests.unit.conftest import SMALL_BYTES, Mount
@@ -253,7 +253,7 @@ IN_A_FORKED_CHILD = """
 import os, sys
 from portus.errors import UsageError
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.engine.media.process import Descriptor
 from portus.engine.spec import Extent
 

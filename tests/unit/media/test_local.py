@@ -247,7 +247,7 @@ def refused(*arguments, **more):
 
 ctypes.CDLL = refused
 
-import portus.reach.media.memory
+import portus.reach.media.space
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 

@@ -25,7 +25,7 @@ from portus.reach.index.directory import open_reader
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.records import VersionEntry
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.host_store import HostStore

@@ -30,7 +30,7 @@ from portus.reach.format.layout import DATA_START
 from portus.reach.index.pool import PoolWriter, format_pool
 from portus.reach.index.records import VersionRecord
 from portus.reach.media.lock import ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.contents import tabled
 

@@ -16,7 +16,7 @@ from portus.engine.settings.keep import Keep
 from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, MediumError
 from portus.reach.format.layout import DATA_START
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.versions.pool_draft import pack, place
 from tests.unit.pipeline.bench import WAYS, Bench, Gate, needs_kernel, places
 

@@ -26,7 +26,7 @@ from portus.engine.loading.checkpoint_file import (
     verify_file,
 )
 from portus.engine.loading.restore_over import RestoreOptions
-from portus.engine.media.pace import Pace
+from portus.engine.media.read_file import Pace
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.reach.files.reference import read
 from portus.reach.format.reference import Reference, encode

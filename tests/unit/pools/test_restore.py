@@ -14,10 +14,9 @@ import torch
 
 import portus
 from portus.engine.loading import restore_over
-from portus.engine.loading.newest import use_newest
-from portus.engine.loading.overlap import overlapping
+from portus.engine.loading.checkpoint_file import use_newest
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
+from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport, overlapping
 from portus.errors import CorruptionError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.records import VersionEntry

@@ -12,8 +12,7 @@ import torch
 
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.spec import TensorKind
-from portus.engine.state.elsewhere import Elsewhere
-from portus.engine.state.walk import DTYPES, leaves, walk
+from portus.engine.state.walk import DTYPES, Elsewhere, leaves, walk
 from portus.errors import UsageError
 
 Point = namedtuple("Point", ["x", "y"])

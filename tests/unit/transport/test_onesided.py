@@ -23,7 +23,7 @@ from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import TransportError
 from portus.reach.media.local import LocalFiles
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.transport import one_sided
 from portus.reach.transport.one_sided import (
     DirectLanding,

@@ -7,8 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from portus.reach.versions.buffers import Rooms
-from portus.reach.versions.parallel import NAME, in_any_order
+from portus.reach.versions.parallel import NAME, Rooms, in_any_order
 
 WAIT_S = 30.0
 

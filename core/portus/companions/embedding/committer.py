@@ -17,9 +17,8 @@ import torch
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
 from portus.engine.copying.segments import Stop
-from portus.engine.copying.thread import JoinableThread
-from portus.engine.pipeline.waiting import InterruptibleCondition
-from portus.engine.state.elsewhere import Elsewhere
+from portus.engine.copying.thread import InterruptibleCondition, JoinableThread
+from portus.engine.state.walk import Elsewhere
 from portus.errors import PortusError, UsageError
 from portus.reach.pools.elsewhere import marked_state, within
 

@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from portus.companions.embedding.batches import Batches
 from portus.companions.embedding.committer import Marks
 from portus.companions.embedding.tables import ProtectedTraining
-from portus.engine.state.elsewhere import Elsewhere
+from portus.engine.state.walk import Elsewhere
 from portus.errors import PortusError
 from portus.reach.pools.elsewhere import replace_elsewhere
 

@@ -52,10 +52,10 @@ from portus.companions.journal.lines import (
     shorten,
 )
 from portus.engine.fence import fence
-from portus.engine.loading.newest import take_loaded
+from portus.engine.loading.checkpoint_file import take_loaded
 from portus.engine.media.calls import mark
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveStats
+from portus.engine.pipeline.request import Companion
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, PortusError, UsageError

@@ -1,4 +1,4 @@
-"""A thread that works beside another one, which waits for its end."""
+"""A thread that works beside another one, which waits for its end; and waits that Ctrl-C ends."""
 
 from __future__ import annotations
 
@@ -84,3 +84,22 @@ class SharedIterator(Iterator[_Item]):
         """Hand out no more items."""
         with self._guard:
             self._items = iter(())
+
+
+Result = TypeVar("Result")
+
+
+class InterruptibleCondition(threading.Condition):
+    """A condition for which the main thread may wait: Ctrl-C always ends that wait."""
+
+    def wait_for(self, predicate: Callable[[], Result], timeout: float | None = None) -> Result:
+        """See ``threading.Condition``."""
+        if threading.current_thread() is not threading.main_thread():
+            # Python runs signal handlers in the main thread only.
+            return super().wait_for(predicate, timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = DEAF_S_MAX if until is None else until - time.monotonic()
+            result = super().wait_for(predicate, min(left, DEAF_S_MAX))
+            if result or left < DEAF_S_MAX:
+                return result

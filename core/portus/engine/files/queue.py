@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from portus.engine.copying.thread import InterruptibleCondition
 from portus.engine.files.pending import PENDING
-from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.errors import UsageError
 
 SAVES_MAX: Final = 2

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from portus.engine.extensions import IS_POINTER_GOOD, OTHER_FORMAT, SHARD_OF, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
-from portus.engine.image.stored_file import Read
+from portus.engine.image.image import Read
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
 from portus.errors import PortusError

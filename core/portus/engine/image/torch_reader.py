@@ -16,9 +16,8 @@ import numpy as np
 import xxhash
 
 from portus.engine.image.digests import unpack
-from portus.engine.image.image import Column, Digests
+from portus.engine.image.image import Column, Digests, Read, StoredFile, exactly
 from portus.engine.image.key_paths import storage_places
-from portus.engine.image.stored_file import Read, StoredFile, exactly
 from portus.engine.image.torch_zip import (
     CENTRAL,
     CENTRAL_CRC,

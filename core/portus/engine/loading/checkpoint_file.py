@@ -1,30 +1,40 @@
 """The checkpoint file at a path, or the one in a pool that a pointer there refers to; recognized by
-its first bytes or its name, loaded and verified."""
+its first bytes or its name, loaded and verified. And the newest one that verifies, while a training
+may be removing some."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 from portus.engine.extensions import OTHER_FORMAT, USE_POINTER, extension
 from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
+from portus.engine.image.image import Read, StoredFile
 from portus.engine.image.integrity import shard_of
-from portus.engine.image.stored_file import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import OpenFile, StoredBytes, open_file, reads
 from portus.engine.loading.patterns import Patterns
-from portus.engine.loading.restore_over import RestoreOptions
+from portus.engine.loading.restore_over import RestoreOptions, RestoreReport
 from portus.engine.loading.torch_file import (
     has_digests_of_torch,
     load_torch,
     note_of_torch,
     restore_torch,
 )
-from portus.engine.media.pace import Pace
-from portus.errors import UsageError, printable
+from portus.engine.media.read_file import Pace
+from portus.engine.spec import VersionInfo
+from portus.errors import (
+    CorruptionError,
+    MediumError,
+    StaleError,
+    TransportError,
+    UsageError,
+    printable,
+)
 
 Result = TypeVar("Result")
 
@@ -179,3 +189,61 @@ def _pace(read: Read, pace: Pace) -> Read:
         return data
 
     return read_slowly
+
+
+_log: Final = logging.getLogger("portus")
+
+_TRIES: Final = 5
+"""The most times that a load starts again because its checkpoint was removed meanwhile."""
+
+Found = TypeVar("Found")
+
+
+class StepSource(Protocol):
+    """A committed checkpoint. As text: its name in the log."""
+
+    def load(self, names: Patterns, *, verify: bool, **settings: Any) -> Any:
+        """Return the state, or its matching part; see ``Checkpointer.load``. Raises ``StaleError``
+        if it was removed meanwhile."""
+
+    def restore_into(self, state: object, options: RestoreOptions) -> RestoreReport:
+        """Copy it over ``state``; see ``Checkpointer.restore_into``. Raises as ``load``."""
+
+
+def use_newest(choose: Callable[[], Sequence[Found]], use: Callable[[Found], Result]) -> Result:
+    """Return the result of ``use`` for the last checkpoint of ``choose`` that verifies. Older ones
+    are used only with an error in the log (V4). Raises the error of the newest damaged one if none
+    verifies, and ``StaleError`` if the chosen one was removed meanwhile each time."""
+    for _ in range(_TRIES - 1):
+        # Chosen anew each time: a training removes checkpoints while this loads them.
+        with contextlib.suppress(StaleError, TransportError):
+            return _use_last(choose(), use)
+    return _use_last(choose(), use)
+
+
+def _use_last(found: Sequence[Found], use: Callable[[Found], Result]) -> Result:
+    failures: list[CorruptionError | MediumError] = []
+    for each in reversed(found):
+        if failures:
+            _log.error("%s; FALLING BACK to %s", failures[-1], each)
+        try:
+            return use(each)
+        except (CorruptionError, MediumError) as error:
+            failures.append(error)
+    # Damage is raised rather than an error of the disk, which may pass.
+    raise next((each for each in failures if isinstance(each, CorruptionError)), failures[-1])
+
+
+_loaded: Final[dict[str, VersionInfo]] = {}
+"""The versions that this process has loaded, so that its journal can say what it resumes from."""
+
+
+def note_loaded(info: VersionInfo) -> None:
+    """Note that a version was loaded; the newest load of each model counts."""
+    _loaded[info.model] = info
+
+
+def take_loaded(model: str) -> tuple[bytes, int] | None:
+    """Return token and step of the version that was loaded, or None, and forget it."""
+    info = _loaded.pop(model, None)
+    return None if info is None else (info.token, info.step)

@@ -12,7 +12,7 @@ import numpy as np
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Column, Digests, Sources, Stop, ranges
 from portus.engine.format.checksum import unit_counts
-from portus.engine.image.stored_file import Read, StoredFile
+from portus.engine.image.image import Read, StoredFile
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from portus.engine.copying.segments import Column, memory
+from portus.engine.image.image import Read
 from portus.engine.image.key_paths import is_ordinary, storage_places
-from portus.engine.image.stored_file import Read
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 from portus.engine.extensions import STEPS_OF, extension
 from portus.engine.fence.fence import before_write
 from portus.engine.job.settings import Settings, SettingsDict
-from portus.engine.loading.newest import StepSource, use_newest
+from portus.engine.loading.checkpoint_file import StepSource, use_newest
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
 from portus.engine.media import calls
 from portus.engine.paths.process import is_blocking, leave
 from portus.engine.paths.saver import FileSaver
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle, SaveStats
-from portus.engine.pipeline.request import SaveRequest
+from portus.engine.pipeline.request import Companion, SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.settings.keep import Keep, check_metrics
 from portus.engine.spec import VersionInfo, check_step

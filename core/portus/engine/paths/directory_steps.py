@@ -18,8 +18,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.extensions import COMPANIONS, extension
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
-from portus.engine.loading.checkpoint_file import load_file, read_note, restore_file
-from portus.engine.loading.newest import note_loaded
+from portus.engine.loading.checkpoint_file import load_file, note_loaded, read_note, restore_file
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import RestoreOptions, RestoreReport
 from portus.engine.media import calls
@@ -27,8 +26,8 @@ from portus.engine.paths.checkpointer import StepRequest
 from portus.engine.paths.process import Closable, join, recover_left
 from portus.engine.paths.request import make_directory, refuse_hidden
 from portus.engine.paths.saver import FileSaver
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import Companion
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo, check_step
 from portus.errors import (

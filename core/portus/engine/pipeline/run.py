@@ -25,13 +25,13 @@ import numpy as np
 
 from portus.engine.copying.local import hash_sources
 from portus.engine.copying.segments import Digests, Sources, Stop, equal_storages, ranges
+from portus.engine.copying.thread import InterruptibleCondition
 from portus.engine.format.checksum import unit_counts
 from portus.engine.media import calls
 from portus.engine.pipeline.audit import Audit, LateStorages, StoredStorages, no_changes
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Column, Flags, Previous, Snapshot
-from portus.engine.pipeline.waiting import InterruptibleCondition
 from portus.engine.spec import VersionInfo
 from portus.errors import AbandonedError, PortusError
 

@@ -21,8 +21,28 @@ from typing import Any, Final
 import torch
 
 from portus.engine.spec import TensorKind, TensorSpec
-from portus.engine.state.elsewhere import Elsewhere
 from portus.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Stands for a tensor that is stored in a mark: a version of the tables for one batch.
+
+    pool: the path of the tables' pool. token: the mark's token, in hex. batch: the number of
+    batches that the mark contains. path: the keys of the tensor in the mark's state.
+    """
+
+    pool: str
+    token: str
+    batch: int
+    path: tuple[str | int, ...]
+
+
+# The name of the class in a file of ``torch.save``: where it is public.
+Elsewhere.__module__ = "portus.embedding.elsewhere"
+
+torch.serialization.add_safe_globals([Elsewhere])
+
 
 PLAIN: Final = frozenset({type(None), bool, int, float, str})
 """Types of single values, without their subclasses."""

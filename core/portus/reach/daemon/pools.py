@@ -38,7 +38,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import DirectoryLock, ProcessLocks
-from portus.reach.media.memory import Memory
+from portus.reach.media.space import Memory
 from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
 
 TENANTS_MAX: Final = 1024

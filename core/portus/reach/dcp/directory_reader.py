@@ -27,7 +27,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.fence.fence import before_write
 from portus.engine.files.pending import PENDING
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.image.stored_file import Read
+from portus.engine.image.image import Read
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads

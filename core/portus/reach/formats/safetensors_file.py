@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.engine.image.stored_file import Read
+from portus.engine.image.image import Read
 from portus.engine.loading.checkpoint_file import FileFormat
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Patterns, matcher

@@ -18,8 +18,7 @@ import xxhash
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.digests import MAGIC, size_noted, unpack
-from portus.engine.image.image import Column, Digests
-from portus.engine.image.stored_file import Read, StoredFile, exactly
+from portus.engine.image.image import Column, Digests, Read, StoredFile, exactly
 from portus.engine.image.torch_zip import ZIP
 from portus.errors import CorruptionError, printable
 from portus.reach.formats.safetensors import (

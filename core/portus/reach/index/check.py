@@ -17,7 +17,7 @@ from typing import Final
 
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
-from portus.engine.media.pace import Pace, Wait
+from portus.engine.media.read_file import Pace, Wait
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.format.layout import VERSION_ID_MAX

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from portus.engine.copying.local import check as digests_of
 from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT, digest, storage_digest
-from portus.engine.media.pace import Pace
+from portus.engine.media.read_file import Pace
 from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, MediumError
 from portus.reach.format.layout import DATA_START, UNIT_DIGEST, RecordKind

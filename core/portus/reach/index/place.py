@@ -92,7 +92,7 @@ PLACES: Final = {
     PlaceKind.FILE: _POOL,
     PlaceKind.DEVICE: _POOL,
     PlaceKind.HOST: PlaceClasses(
-        "portus.reach.places.host:HostPlace", _POOLS, f"{_HOMES}:HostHome", False
+        "portus.reach.places.pool:HostPlace", _POOLS, f"{_HOMES}:HostHome", False
     ),
     PlaceKind.HOSTS: PlaceClasses(None, _POOLS, None, False),
     PlaceKind.MIRROR: PlaceClasses("portus.reach.places.mirror:MirrorPlace", None, None, False),

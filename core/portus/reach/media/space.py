@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from portus.engine.media.addresses import AddressRange
-from portus.engine.media.base import MediumInfo
+from portus.engine.media.base import MediumInfo, MediumKind
 from portus.engine.media.file_calls import advice
 from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
@@ -258,3 +258,23 @@ class AddressedMedium(SpaceMedium):
 def pointer(view: memoryview) -> int:
     """Return the address of the first byte of ``view``, which is not empty."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+MEMORY: Final = MediumKind("memory")
+
+
+class Memory(AddressedMedium):
+    """Fresh memory of this process, zeroed, with addresses that stay put. Lost at ``close``.
+
+    The system gives pages as they are touched: unlike a file, memory that was granted by ``grow``
+    may still run out (the kernel then ends a process).
+    """
+
+    def __init__(self, size: int = 0, *, name: str = "memory") -> None:
+        self.space: Final = MappedSpace(AddressRange(name, size), size, NoCache())
+        info = MediumInfo(MEMORY, name, WORD, volatile=True, writable=True)
+        super().__init__(self.space, info, 0)
+        self.grow(size)
+
+    def _extend(self, before: int, size: int) -> None:
+        self._addresses.map(size)

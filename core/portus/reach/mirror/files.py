@@ -39,7 +39,7 @@ from portus.reach.mirror.objects import (
 from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject
 from portus.reach.mirror.writer import GRACE_S
-from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.parallel import Rooms
 
 BY_HAND: Final = (
     "Copy them into the directory of the run with any client of the store, check them with xxhsum "

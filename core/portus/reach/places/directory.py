@@ -16,7 +16,7 @@ from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import DiskFile
 from portus.engine.loading.open_file import open_file as opened_file
 from portus.engine.media.file_calls import file_system_of
-from portus.engine.media.pace import Pace
+from portus.engine.media.read_file import Pace
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.files.reference import read as pointer_at

@@ -1,9 +1,10 @@
-"""``PoolPlace``: a pool on a device, or in a file."""
+"""``PoolPlace``: a pool on a device, or in a file; ``HostPlace``: that of a tenant on a host."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Collection as AnyCollection
 from dataclasses import replace
@@ -12,9 +13,17 @@ from typing import Final
 
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, StaleError, UsageError
-from portus.reach.files.home import Pool, open_place
+from portus.reach.files.home import Pool, host_journals, open_place
+from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read as pointer_at
-from portus.reach.index.check import CheckOptions, Finding, Severity, check_file, scrub
+from portus.reach.index.check import (
+    CheckOptions,
+    Finding,
+    Severity,
+    check_file,
+    check_medium,
+    scrub,
+)
 from portus.reach.index.directory import (
     WRITERS,
     journal_directory,
@@ -326,3 +335,47 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
         if current is not None and not left:
             pool.let_go([token])
         return current is not None and not left, len(left)
+
+
+YOUNG_S: float = 60
+"""Seconds after which a version surely has its pointers: a trainer makes them after the commit."""
+
+
+class HostPlace(PoolPlace):
+    """A pool on a storage host. The host itself changes it, even while trainers save."""
+
+    def journals(self, links: str | None) -> Sequence[str]:
+        return host_journals(self.place, links)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Pool]:
+        with contextlib.closing(HostPool(self.place.path)) as host:
+            yield host
+            host.give_back()
+
+    def disk_bytes(self) -> int:
+        return self._host.standing().taken
+
+    @property
+    def _host(self) -> HostPool:
+        reader = self.reader
+        assert isinstance(reader, HostPool)
+        return reader
+
+    def _is_young(self, info: VersionInfo) -> bool:
+        return info.time_ns > time.time_ns() - int(YOUNG_S * 1e9)
+
+    def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
+        with contextlib.closing(HostPool(self.place.path)) as host:
+            host.let_go(self._still_gone(host, found.gone, options.missing))
+            return Garbage(gone=found.gone, freed=host.give_back())
+
+    @property
+    def _durable(self) -> int:
+        return len(self.place.address.each)
+
+    def _check(self, look: CheckOptions) -> Sequence[Finding]:
+        return check_medium(self.reader.medium, self.reader.locks, look)
+
+    def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
+        return scrub(self.reader, bytes_per_s, look)

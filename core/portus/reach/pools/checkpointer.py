@@ -1,12 +1,14 @@
-"""``PoolSteps``: the checkpoints of a run in a pool on a device or a storage host."""
+"""``PoolSteps``: the checkpoints of a run in a pool on a device or a storage host; and the place
+that a user of ``Checkpointer`` names."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from portus.companions.job.journal import Journal
 from portus.companions.job.mirroring import mirror_of
@@ -15,16 +17,43 @@ from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer, StepRequest
 from portus.engine.paths.process import Closable, join
 from portus.engine.paths.saver import FileSaver
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
+from portus.engine.pipeline.request import Companion
 from portus.engine.settings.fits import is_text
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
-from portus.errors import NoCheckpointError, UsageError
+from portus.errors import NoCheckpointError, UsageError, printable
+from portus.reach.format.layout import MAGIC
 from portus.reach.index.directory import has_pool
-from portus.reach.pools.place import place_of
+from portus.reach.index.place import SUFFIX, Place, load_class
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.pools.view import PoolStep, choose
+
+DEFAULT: Final = "checkpoints"
+"""The directory for a user who names none."""
+
+
+def place_of(directory: str | os.PathLike[str] | None) -> Place:
+    """Return the place that a user names. Raises ``UsageError``."""
+    if directory is None:
+        return Place.by_variable() or Place.parse(os.path.abspath(DEFAULT))
+    place = Place.parse(directory, "directory")
+    if os.path.isfile(place.path) and not place.path.endswith(SUFFIX):  # no device or host
+        with contextlib.suppress(OSError), open(place.path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise UsageError(
+                    f"{printable(place.path)}: expected a directory for checkpoints, found a file; "
+                    "name a directory"
+                )
+    return place
+
+
+def steps_of(directory: str | os.PathLike[str] | None, *others: Any) -> Any:
+    """Return the ``Steps`` of a ``Checkpointer`` at the place that a user names. others: further
+    arguments of their constructor. Raises ``UsageError``."""
+    place = place_of(directory)
+    return load_class(place.classes.steps)(place, *others)
+
 
 _log: Final = logging.getLogger("portus")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from portus.engine.state.elsewhere import Elsewhere
+from portus.engine.state.walk import Elsewhere
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place

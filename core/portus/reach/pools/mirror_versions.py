@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from portus.engine.loading.newest import use_newest
+from portus.engine.loading.checkpoint_file import use_newest
 from portus.engine.loading.patterns import Patterns
 from portus.errors import NoCheckpointError, UsageError
 from portus.reach.mirror.address import EXPECTED, is_store

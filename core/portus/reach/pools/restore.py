@@ -20,8 +20,7 @@ from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Digests, Stop, memory
 from portus.engine.format.checksum import UNIT, unit_counts
 from portus.engine.image.key_paths import storages_in
-from portus.engine.loading.checkpoint_file import load_opened
-from portus.engine.loading.newest import note_loaded
+from portus.engine.loading.checkpoint_file import load_opened, note_loaded
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.restore_over import (

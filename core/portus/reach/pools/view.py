@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from portus.engine.fence.fence import before_write
-from portus.engine.loading.newest import use_newest
+from portus.engine.loading.checkpoint_file import use_newest
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import Rename, RestoreOptions, RestoreReport
 from portus.engine.media import calls

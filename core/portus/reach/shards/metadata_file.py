@@ -7,7 +7,7 @@ from typing import Final
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.format.record import Field, Record
-from portus.engine.image.stored_file import Read, exactly
+from portus.engine.image.image import Read, exactly
 from portus.errors import CorruptionError
 
 NAME: Final = ".metadata"

@@ -17,9 +17,8 @@ import numpy as np
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest, unit_counts
 from portus.engine.format.record import Field, Record
-from portus.engine.image.image import Crcs, Digests, Image, Literal
+from portus.engine.image.image import Crcs, Digests, Image, Literal, Read, exactly
 from portus.engine.image.integrity import ShardFile
-from portus.engine.image.stored_file import Read, exactly
 from portus.engine.image.torch_reader import read_torch
 from portus.errors import CorruptionError, UsageError, printable
 from portus.reach.shards.metadata_file import NAME as METADATA

@@ -1,4 +1,4 @@
-"""Makes the companions of saves to a directory, see ``portus.engine.pipeline.companions``."""
+"""Makes the companions of saves to a directory, see ``portus.engine.pipeline.request``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from portus.companions.job.journal import JOURNALS, Journal
 from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.folder import FOLDER
 from portus.engine.job.settings import Settings
-from portus.engine.pipeline.companions import Companion
+from portus.engine.pipeline.request import Companion
 from portus.errors import UsageError, printable
 from portus.reach.training.file_mirror import DirectoryMirror
 

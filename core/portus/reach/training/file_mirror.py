@@ -38,7 +38,7 @@ from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.paths.request import make_directory
-from portus.engine.pipeline.companions import Companion
+from portus.engine.pipeline.request import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (
     CorruptionError,

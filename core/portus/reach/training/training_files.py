@@ -21,16 +21,14 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
-from portus.engine.loading.checkpoint_file import load_file
-from portus.engine.loading.newest import note_loaded
+from portus.engine.loading.checkpoint_file import load_file, note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
 from portus.engine.paths.process import join, leave, recover_left
 from portus.engine.paths.request import FileToSave, make_directory
 from portus.engine.paths.saver import FileSaver
-from portus.engine.pipeline.companions import Companion
 from portus.engine.pipeline.handle import SaveHandle
-from portus.engine.pipeline.request import SaveRequest
+from portus.engine.pipeline.request import Companion, SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
 from portus.engine.state.contents import FileContents

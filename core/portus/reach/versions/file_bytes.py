@@ -14,7 +14,7 @@ from portus.errors import CorruptionError
 from portus.reach.index.file_table import PackedFile
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
-from portus.reach.versions.buffers import Rooms
+from portus.reach.versions.parallel import Rooms
 from portus.reach.versions.parts import share, sources
 
 _KEPT: Final = 4

@@ -1,12 +1,18 @@
-"""Work on several items in a bounded number of threads, with results in order or without."""
+"""Work on several items in a bounded number of threads, with results in order or without; and
+memory that several threads use in turn."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 
@@ -105,3 +111,39 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
         finish(begun)
     if failed:
         raise failed[0]
+
+
+Room = npt.NDArray[np.uint8]
+
+
+class Rooms:
+    """Rooms of one size, as many as are lent at the same time. Freed with this object."""
+
+    def __init__(self, size: int) -> None:
+        """size: bytes of each. Untouched parts of a room take no memory."""
+        self._size: Final = size
+        self._free: Final[list[Room]] = []
+
+    @contextlib.contextmanager
+    def lent(self, length: int) -> Iterator[Room]:
+        """Lend ``length`` bytes, at most ``size``, with arbitrary contents. After an error they are
+        not lent again: the failed code may still use them."""
+        room = self._take(length)
+        # Not in a ``finally``: the room of a failed request is not lent again.
+        yield room[:length]
+        self._free.append(room)
+
+    def give(self, length: int) -> memoryview:
+        """Return the same, lent again once nobody has it, or a part of it, any more."""
+        room = self._take(length)
+        # An array of its own: all views of its bytes keep it, and none of them keeps the others.
+        part = room[:length]
+        weakref.finalize(part, self._free.append, room)
+        return part.data
+
+    def _take(self, length: int) -> Room:
+        assert length <= self._size
+        try:
+            return self._free.pop()
+        except IndexError:
+            return np.empty(self._size, np.uint8)
