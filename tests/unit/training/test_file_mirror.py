@@ -141,6 +141,24 @@ class Run:
         mirror._thread.join()
 
 
+def test_ctrl_c_at_the_end_of_the_journal_leaves_nothing_unmirrored(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save_stuck(bucket, "1.ckpt", 1)
+    journal = run.files._journal
+    assert journal is not None
+
+    def interrupted() -> None:
+        bucket.gate.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(journal, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+
+
 def test_each_committed_file_is_there_whole_under_its_own_name(
     bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -304,8 +304,9 @@ class TrainingFiles:
         finally:
             companions, self._journal = self._companions, None
             try:
-                for each in companions:
-                    each.close()
+                with contextlib.ExitStack() as closing:  # each, whatever another one raises
+                    for each in reversed(companions):
+                        closing.callback(each.close)
             finally:
                 self._mirror = None
 
