@@ -26,7 +26,8 @@ from portus.errors import UsageError
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Stands for a tensor that is stored in a mark: a version of the tables for one batch.
+    """Stands for a tensor that is stored in a mark: a version of the tables for one batch. It is in
+    the engine, so that every process can load a state that has it.
 
     pool: the path of the tables' pool. token: the mark's token, in hex. batch: the number of
     batches that the mark contains. path: the keys of the tensor in the mark's state.
