@@ -238,7 +238,7 @@ _Facts = tuple[_Name, _Number, _Number, int, _Bytes16, int, _Number, bool, dict[
 _encode: Final = msgspec.msgpack.Encoder().encode
 _entry_rows: Final = msgspec.msgpack.Decoder(list[tuple[_Facts, Pointer]])
 _version_row: Final = msgspec.msgpack.Decoder(
-    tuple[_Facts, bytes, memoryview, memoryview, memoryview, VersionLog | None]
+    tuple[_Facts, bytes, bytes, bytes, bytes, VersionLog | None]
 )
 
 _Decoded = TypeVar("_Decoded")
@@ -284,7 +284,7 @@ def decode_version(payload: memoryview) -> VersionRecord:
     return record
 
 
-def _rows(data: memoryview, table: Record) -> Rows:
+def _rows(data: bytes, table: Record) -> Rows:
     if len(data) % table.size:
         raise CorruptionError(f"version: {len(data)} bytes are no rows of {table.name}")
     return np.frombuffer(data, table.dtype)
