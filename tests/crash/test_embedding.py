@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import pytest
 
+from portus.companions import model_log
 from portus.companions.embedding import fold, store
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Moment
@@ -185,7 +186,7 @@ def test_more_than_ten_thousand_images_of_tables_are_opened(seed: int) -> None:
 
 def of_log(writer: type[LogWriter]) -> Mistake:
     def patched(patch: pytest.MonkeyPatch) -> None:
-        for module in (store, fold):
+        for module in (model_log, fold):
             patch.setattr(module, "LogWriter", writer)
 
     return patched

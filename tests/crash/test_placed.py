@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from portus.companions.embedding import fold, pool_tables, store
+from portus.companions import model_log
+from portus.companions.embedding import fold, pool_tables
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.store import TableStore
@@ -130,7 +131,7 @@ class UndoThatCounts(LogWriter):
 
 def log_of(writer: type[LogWriter]) -> Mistake:
     def patched(patch: pytest.MonkeyPatch) -> None:
-        for module in (store, fold):
+        for module in (model_log, fold):
             patch.setattr(module, "LogWriter", writer)
 
     return patched

@@ -8,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from portus.companions import model_log
 from portus.companions.media import private
 from portus.companions.media.private import PrivateMapping
 from portus.companions.shelf import store
@@ -141,7 +142,11 @@ def test_more_than_ten_thousand_images_of_shelves_are_opened(seed: int) -> None:
 
 
 def of_log(writer: type[LogWriter]) -> Mistake:
-    return lambda patch: patch.setattr(store, "LogWriter", writer)
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        for module in (model_log, store):
+            patch.setattr(module, "LogWriter", writer)
+
+    return patched
 
 
 def whatever_is_there_counts(patch: pytest.MonkeyPatch) -> None:
