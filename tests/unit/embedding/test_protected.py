@@ -1211,7 +1211,7 @@ def test_a_flipped_byte_of_tables_is_found_or_does_no_harm(path: Path, seed: int
             assert torch.equal(durable(path), wanted)
         except (CorruptionError, UsageError):
             found += 1
-    assert found > 200
+    assert found > 100  # records are there twice
     assert os.path.getsize(path) == len(whole)
 
 

@@ -198,7 +198,7 @@ class Batches:
     def _look(self) -> None:
         """Find out, before an update and at the end of a batch, whether other code wrote to a
         table."""
-        if self._moments.is_whole and self._held is None:
+        if self._moments.is_whole:
             return
         written = [each.name for each in self._training.tables if not each.is_as_noted()]
         if written:
@@ -234,7 +234,7 @@ class Batches:
         # Before it is handed over: an error from here on must not commit it twice.
         moment, self._held = self._held, None
         with self._whole_next():
-            self._moments.hand_over()
+            self._moments.let_go()
             for table in self._training.tables:
                 table.touched.clear()
             self._committer.put(moment)
@@ -262,7 +262,7 @@ class Batches:
     def _take_again(self, *, afresh: bool) -> None:
         """Take the held moment again; ``afresh``: call ``extra`` again too."""
         with self._whole_next():
-            self._held = self._moments.take(self.count, asks=afresh)
+            self._held = self._moments.take_again(self.count, afresh=afresh)
             self._note()
 
     @contextlib.contextmanager
@@ -310,7 +310,7 @@ class Batches:
     def go_on_from_newest(self, batch: int) -> None:
         """Continue at a batch whose state, the newest commit, was loaded."""
         self.count = self._store.batch = batch
-        self._moments.dense = None
+        self._moments.forget_dense()
         mapped = self._mapped
         self._may_update, self._moments.is_whole = True, mapped is not None and mapped.adopt()
         for table in self._training.tables:

@@ -45,10 +45,8 @@ class Moments:
         self._every: Final = every
         self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
         """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
-        self.dense: _DensePart | None = None
+        self._dense: _DensePart | None = None
         """The dense part that was taken last, if it is written in slices."""
-        self._taken: _DensePart | None = None
-        """The dense part of the last moment, until ``hand_over``."""
         self._loadable: Final = LoadCheck()
         self._pickle = b""
         self._tensors: tuple[TensorSpec, ...] = ()
@@ -56,30 +54,40 @@ class Moments:
         # In a storage of its own, so that a batch can replace it in an older dense part.
         self._counter: Final = torch.tensor(0, device="cpu")
         self.is_whole = True
-        """True if a moment takes all tables whole, until ``hand_over``."""
+        """True if the next moment takes all tables whole."""
         self.is_collecting = False
         """True while a moment requests states, which then include tables."""
         self.announced: Mapping[int, torch.Tensor] = {}
         """Rows that the next batch will update, as far as it is known."""
+        self._before: tuple[_DensePart | None, bool, Mapping[int, torch.Tensor]] = None, True, {}
+        """The values before the last moment, for ``take_again``."""
         self._said: object = None
         """The result of ``extra`` for the last moment."""
         self.settings = ""
         """Settings of the optimizers in the state of the last moment."""
 
-    def hand_over(self) -> None:
-        """Note that the last moment is about to be committed: it is not taken again."""
-        self.dense, self.is_whole, self.announced, self._said = self._taken, False, {}, None
+    def let_go(self) -> None:
+        """Forget how the last moment was taken: it is not taken again."""
+        self._before, self._said = (None, True, {}), None
+
+    def take_again(self, batch: int, *, afresh: bool) -> Moment:
+        """Return the moment of a batch again, in place of the last one, which is discarded. afresh:
+        call ``extra`` again."""
+        self._dense, was_whole, self.announced = self._before
+        self.is_whole = self.is_whole or was_whole
+        return self.take(batch, asks=afresh)
 
     def take(self, batch: int, *, asks: bool = True) -> Moment:
-        """Return the moment of a batch, with the changed rows and the dense part copied. It may be
-        taken again, until ``hand_over``. asks: call ``extra``, instead of using its last result."""
-        mapped, self._taken = self._mapped, self.dense
-        dense = self.dense
+        """Return the moment of a batch, with the changed rows and the dense part copied. asks: call
+        ``extra``, instead of using its last result."""
+        mapped, dense = self._mapped, self._dense
         self.settings = settings_of(self._training.optimizers)
+        self._before = dense, self.is_whole, self.announced
         if dense is not None and self._leaves(dense, batch):
             return dense.with_rows(batch, self._training.tables, self._rows_ahead())
         if mapped is not None:
             self.is_whole = mapped.adopt() or self.is_whole
+            self._before = dense, self.is_whole, self.announced
             mapped.measure()
         state = self._state(batch, asks=asks)
         flat = pickle_for_pool(state)
@@ -111,17 +119,23 @@ class Moments:
             digests=digests,
             ahead=self._rows_ahead(),
         )
+        self.is_whole = False
         if self._slices:
-            self._taken = _DensePart(moment, index, counter, others)
+            self._dense = _DensePart(moment, index, counter, others)
         return moment
 
+    def forget_dense(self) -> None:
+        """Forget the dense part that was captured last, because another one was loaded."""
+        self._dense = None
+
     def _rows_ahead(self) -> list[RowsThere]:
-        """Return the rows in the pool that the next batch was announced to update."""
+        """Return the rows in the pool that the next batch was announced to update, once."""
         if self._mapped is None:
             return []
+        announced, self.announced = self.announced, {}
         return [
             each
-            for place, number in self.announced.items()
+            for place, number in announced.items()
             for each in self._mapped.rows(self._training.tables[place], number)
         ]
 

@@ -334,19 +334,12 @@ def resume(
             f"{training.name}: expected {len(saved)} optimizers, as saved, found "
             f"{len(optimizers)}; nothing was loaded"
         )
-    kinds, found = state["optimizer_kinds"], training.optimizer_kinds
-    if kinds != found:
-        in_order = sorted(kinds) == sorted(found)
-        raise UsageError(
-            f"{training.name}: expected the optimizers {', '.join(kinds)}, as in the pool, found "
-            f"{', '.join(found)}; nothing was loaded: "
-            + ("pass them in that order" if in_order else "take those, or a new pool")
-        )
+    _require_kinds(training, state["optimizer_kinds"])
+    _require_same(training.tables, state["model"])
     for table in training.tables:
-        table.require_saved(state["model"].get(table.key))
-        for optimizer, each in zip(optimizers, saved, strict=True):
-            if table.optimizer is optimizer:
-                table.require_saved_rows(each)
+        numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
+        if numbers:
+            table.require_saved(saved[numbers[0]])
     try:
         if mapped is None:
             model.load_state_dict(state["model"])
@@ -369,6 +362,35 @@ def forget_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
+
+
+def _require_kinds(training: ProtectedTraining, saved: Sequence[str]) -> None:
+    """Raise ``UsageError`` unless the optimizers are of the saved classes, in the saved order."""
+    found = training.optimizer_kinds
+    if saved == found:
+        return
+    advice = "take those, or a new pool"
+    if sorted(saved) == sorted(found):
+        advice = "pass them in that order"
+    raise UsageError(
+        f"{training.name}: expected the optimizers {', '.join(saved)}, as in the pool, found "
+        f"{', '.join(found)}; nothing was loaded: {advice}"
+    )
+
+
+def _require_same(tables: Sequence[Table], saved: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for a table of another shape or dtype than the saved one."""
+    for table in tables:
+        found = saved.get(table.key)
+        if not isinstance(found, torch.Tensor):
+            continue
+        if found.shape != table.shape or found.dtype != table.dtype:
+            raise UsageError(
+                f"{table.name}: expected a table of {table.dtype} {tuple(table.shape)}, found "
+                f"one of {found.dtype} {tuple(found.shape)} in the pool; nothing was loaded: make "
+                "the table as it was, or protect this one with a new pool, and copy the rows from "
+                "`portus.open`"
+            )
 
 
 def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

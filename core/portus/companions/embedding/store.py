@@ -61,8 +61,8 @@ class TableStore(ModelWithLog[PoolWriter]):
         Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds other data.
         """
         super().__init__(pool, log_bytes)
-        self._tensors: tuple[TensorSpec, ...] | None = None
-        """The tensors that the contents name, if they are known."""
+        self._alike: tuple[bytes, object] = b"", None
+        """Contents with the same tensors, and these, if they are known."""
         self._entry_bytes = 0
         """Bytes of the entry of the last batch."""
         self._fold: Fold | None = None
@@ -173,12 +173,17 @@ class TableStore(ModelWithLog[PoolWriter]):
             return False
         if not np.array_equal(moment.length, record.length):
             return False
-        if moment.contents == self._contents:
+        # Contents are parsed only if it is not known otherwise whether they name the same
+        # tensors: parsing takes longer than many batches do.
+        contents, tensors = self._alike
+        if moment.contents in (self._contents, contents):
             return True
-        if self._tensors is not None and moment.tensors is not None:
-            return self._tensors == moment.tensors
-        # Parsed only if nothing else says so: that takes longer than many batches do.
-        return _storages_of(self._contents) == _storages_of(moment.contents)
+        if tensors is not None and moment.tensors == tensors:
+            return True
+        if _storages_of(self._contents) != _storages_of(moment.contents):
+            return False
+        self._alike = moment.contents, moment.tensors
+        return True
 
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors of what is committed."""
@@ -196,7 +201,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         size = self._append_entry([], contents, bunches)
         if not size:
             return False
-        self._entry_bytes, self._tensors = size, moment.tensors
+        self._entry_bytes = size
         if not moment.left:
             self._dense_batch = moment.dense_batch
         return True
@@ -279,7 +284,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         assert record.log is not None
         self._dense_batch = fold.dense_batch
         self._record, self._log = record, fold.log(record.log)
-        self._contents, self._tensors, self._open_end = fold.contents, None, False
+        self._contents, self._alike, self._open_end = fold.contents, (b"", None), False
         self._has_no_room = False
 
     def _give_up_fold(self) -> None:

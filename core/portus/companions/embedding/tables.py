@@ -168,20 +168,7 @@ class Table:
             return torch.empty(0, dtype=torch.int64, device="cpu")
         return self.touched[0] if len(self.touched) == 1 else torch.unique(torch.cat(self.touched))
 
-    def require_saved(self, found: object) -> None:
-        """Raise ``UsageError`` if the saved table is of another shape or dtype."""
-        if isinstance(found, torch.Tensor) and (found.shape, found.dtype) != (
-            self.shape,
-            self.dtype,
-        ):
-            raise UsageError(
-                f"{self.name}: expected a table of {self.dtype} {tuple(self.shape)}, found "
-                f"one of {found.dtype} {tuple(found.shape)} in the pool; nothing was loaded: make "
-                "the table as it was, or protect this one with a new pool, and copy the rows from "
-                "`portus.open`"
-            )
-
-    def require_saved_rows(self, saved: Any) -> None:
+    def require_saved(self, saved: Any) -> None:
         """Raise ``UsageError`` unless the saved optimizer state of the rows fits this table."""
         assert self.optimizer is not None
         params = _parameters_of(self.optimizer)
