@@ -537,11 +537,13 @@ class HostDraft:
         until_s = time.monotonic() + _OUTCOME_S
         while time.monotonic() < until_s:
             try:
+                # Asked first: a commit between the two is found.
+                has_ended = not self._pool.locks.has_writer()
                 record = self._pool.record_of(token)
                 if record is not None:
                     return record
-                if not self._pool.locks.has_writer():
-                    break  # the host has ended that save
+                if has_ended:
+                    break
             except (TransportError, StaleError, CorruptionError, MediumError):
                 pass  # the host may be restarting
             time.sleep(_ASK_AGAIN_S)
