@@ -95,7 +95,7 @@ class Order:
 
 
 class Trains(Protocol):
-    """What the module of an adapter provides."""
+    """The parts that the module of an adapter provides."""
 
     @staticmethod
     def train(order: Order) -> None:

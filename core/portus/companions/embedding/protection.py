@@ -209,8 +209,8 @@ class ProtectedTables:
 
     @property
     def batches(self) -> int:
-        """How many batches were captured since the start of the training; the newest may not be
-        durable yet."""
+        """The number of batches that were captured since the start of the training; the newest may
+        not be durable yet."""
         return self._batches.count
 
     def load(self, gap_max: int | None = None) -> ResumePoint | None:

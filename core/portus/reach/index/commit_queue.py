@@ -43,7 +43,7 @@ class Line(Generic[Outcome]):
 
     @property
     def waiting(self) -> int:
-        """How many changes wait for the turn."""
+        """The number of changes that wait for the turn."""
         return len(self._waiting)
 
     def make(self, change: Change) -> Outcome:

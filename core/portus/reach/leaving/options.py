@@ -1,4 +1,4 @@
-"""What an export is to write, and what it wrote."""
+"""The options of an export, and its result."""
 
 from __future__ import annotations
 
