@@ -460,16 +460,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
             waiting = [each.time_ns for each in self._waiting.values()]
             gone = list(self._gone)
             if waiting:
-                gone = [
-                    name
-                    for name in gone
-                    if name not in links
-                    and (
-                        newest is not None and not _is_in(newest.path, name)
-                        if for_space
-                        else self._is_over(name, waiting)
-                    )
-                ]
+                gone = [name for name in gone if name not in links]
+                if for_space:
+                    gone = [name for name in gone if newest and not _is_in(newest.path, name)]
+                else:
+                    gone = [name for name in gone if self._is_over(name, waiting)]
         if not gone:
             return
         try:
