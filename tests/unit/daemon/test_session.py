@@ -516,7 +516,8 @@ class Lane:
     def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
         assert is_pull
         self.pulled.append(key.tolist())
-        return TransferResult(copy(self._medium, moved, Stop()), 0, 0.0)
+        digests = copy(self._medium, moved, Stop())
+        return TransferResult(digests, np.zeros(len(digests), np.uint32), 0, 0.0)
 
     def close(self) -> None:
         self.closed = True

@@ -40,6 +40,7 @@ from portus.reach.protocol.messages import (
     pack_column,
     pack_map,
     pack_pairs,
+    sum_rows,
 )
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import Credentials, error_of, expect
@@ -256,19 +257,20 @@ class HostDraft:
 
         def send(link: Link) -> Digests:
             segments, digests = cut(moved)
-            give(link, segments, digests, stop, crcs)
+            give(link, segments, digests, stop)
             return digests
 
         reached = self._reach_all(indices, stop)
-        if reached is None:
-            return self._offer(indices, send, stop)
-        parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
-        digests = self._offer(indices, send, stop, parts)
-        if crcs is not None and digests is parts.digests:  # else ``send`` noted them
-            crcs[:] = parts.crcs
-        return digests
+        parts = None
+        if reached is not None:
+            parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
+        return self._offer(indices, send, stop, crcs, parts)
 
-    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+    def copy_fed(
+        self, indices: Column, feeds: Sequence[Feed], stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """Copy storages that have no addresses, likewise."""
+
         def send(link: Link) -> Digests:
             found = []
             for feed in feeds:
@@ -282,11 +284,11 @@ class HostDraft:
             return np.concatenate(found)
 
         reached = self._reach_all(indices, stop)
-        if reached is None:
-            return self._offer(indices, send, stop)
-        gathered, place = reached.gathered[indices], reached.address[indices]
-        parts = _DeviceParts(feeds, self._lengths[indices], gathered, place)
-        return self._offer(indices, send, stop, parts)
+        parts = None
+        if reached is not None:
+            gathered, place = reached.gathered[indices], reached.address[indices]
+            parts = _DeviceParts(feeds, self._lengths[indices], gathered, place)
+        return self._offer(indices, send, stop, crcs, parts)
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
@@ -410,7 +412,8 @@ class HostDraft:
         indices: Column,
         send: Callable[[Link], Digests],
         stop: Stop,
-        parts: Parts | _DeviceParts | None = None,
+        crcs: Crcs | None,
+        parts: Parts | _DeviceParts | None,
     ) -> Digests:
         """Have the host pull storages: by ``send``, or (``parts``) by its own reads."""
         link = self._ready(stop)
@@ -430,6 +433,8 @@ class HostDraft:
                 self._revoke(link)
             raise
         answer = expect(answer, said.Hashed)  # full: it may be offered again
+        if crcs is not None:
+            crcs[:] = sum_rows(answer.crcs, len(crcs))
         small = 0 if parts is None else parts.gathered_bytes
         self._bounced += min(size, answer.bounced + small)
         self._stored.append((indices, digests))

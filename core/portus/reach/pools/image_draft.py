@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +24,7 @@ from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
-from portus.engine.pipeline.plan import Column, Feed, OnDevice, Previous
+from portus.engine.pipeline.plan import Column, Feed, Previous
 from portus.engine.writer import crc
 from portus.errors import MediumError
 from portus.reach.files.host import HostDraft
@@ -108,11 +107,10 @@ class ImageDraft:
         return digests
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        summed = [_SummedFeed(feed) for feed in feeds]
-        digests = self._with_room(lambda: self._draft.copy_fed(indices, summed, stop))
         rows = self._rows(indices)
-        self._digests[rows] = digests
-        self._crcs[rows] = np.concatenate([np.array(each.crcs, np.uint32) for each in summed])
+        crcs = np.zeros(len(rows), np.uint32)
+        digests = self._with_room(lambda: self._draft.copy_fed(indices, feeds, stop, crcs))
+        self._digests[rows], self._crcs[rows] = digests, crcs
         return digests
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
@@ -195,30 +193,3 @@ def lengths_of(images: Sequence[Image]) -> Column:
     """Return the length of each storage of a version of the files of ``images``."""
     around = [image.size - int(image.length.sum()) for image in images]
     return np.concatenate([*(image.length for image in images), np.array(around, np.int64)])
-
-
-class _SummedFeed:
-    """A ``Feed`` that notes the CRC32 of each unit that it yields, in ``crcs``."""
-
-    def __init__(self, feed: Feed) -> None:
-        self._feed: Final = feed
-        self.crcs: list[int] = []
-
-    @property
-    def there(self) -> OnDevice:
-        return self._feed.there
-
-    def await_device(self) -> None:
-        self._feed.await_device()
-
-    @contextmanager
-    def units(self) -> Iterator[Iterator[tuple[int, int]]]:
-        self.crcs = []
-        with self._feed.units() as units:
-            yield self._sum(units)
-
-    def _sum(self, units: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        for address, length in units:
-            columns = np.array([[address], [length]], np.int64)
-            self.crcs += sum_sources(Sources.in_memory(columns[0], columns[1])).tolist()
-            yield address, length

@@ -31,7 +31,7 @@ from portus.errors import (
 )
 from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
-VERSION: Final = 9
+VERSION: Final = 10
 """The version of the protocol. A host refuses a greeting of another version, and names this one."""
 
 MAGIC: Final = "portus"
@@ -117,6 +117,7 @@ Text = Annotated[str, Meta(max_length=TEXT_SIZE_MAX)]
 Indices = Annotated[bytes, Meta(max_length=8 * STORAGES_MAX)]
 Ranges = Annotated[bytes, Meta(max_length=16 * RANGES_MAX)]
 Digests = Annotated[bytes, Meta(max_length=DIGEST_SIZE * UNITS_MAX)]
+Sums = Annotated[bytes, Meta(max_length=4 * UNITS_MAX)]
 Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
@@ -236,10 +237,12 @@ class Pull(Message, frozen=True):
 class Hashed(Message, frozen=True):
     """A report that all of an offer is stored, or all is pushed, or checked, with the digests of
     its units, as the host found them. ``bounced``: bytes that went through a buffer of the host,
-    not straight between the pool and the client."""
+    not straight between the pool and the client. ``crcs``: of an offer, the CRC32s of the units,
+    which the client needs for the directory of a zip; 4 bytes each."""
 
     digests: Digests
     bounced: Number = 0
+    crcs: Sums = b""
 
 
 @MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
@@ -601,3 +604,10 @@ def digest_rows(data: bytes, what: str) -> npt.NDArray[np.uint8]:
     if len(data) % DIGEST_SIZE:
         raise ProtocolError(f"{what}: {len(data)} bytes are not digests")
     return np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE)
+
+
+def sum_rows(data: bytes, count: int) -> npt.NDArray[np.uint32]:
+    """Return ``count`` CRC32s from the wire. Raise ``ProtocolError`` if there are not as many."""
+    if len(data) != 4 * count:
+        raise ProtocolError(f"pulled: {len(data)} bytes are not {count} CRC32s")
+    return np.frombuffer(data, "<u4").astype(np.uint32)

@@ -28,12 +28,21 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from portus.engine.copying.local import best_engine, copy, fetch
-from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, owners
+from portus.engine.copying.local import best_engine, fetch
+from portus.engine.copying.segments import (
+    Column,
+    Crcs,
+    Digests,
+    Segments,
+    Sources,
+    Stop,
+    cut,
+    owners,
+)
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
-from portus.reach.transport.stream import Link
+from portus.reach.transport.stream import Link, store
 from portus.reach.transport.verbs import DEPTH, Domain, Region
 
 PIECE: Final = 4 << 20
@@ -74,10 +83,12 @@ class Pair(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """The result of a transfer. ``bounced``: bytes of it that went through a ring. ``wire_s``:
-    seconds from the first request to the last completion, including hashing meanwhile."""
+    """The result of a transfer. ``crcs``: CRC32s of the units that were pulled; zeros after a push.
+    ``bounced``: bytes of it that went through a ring. ``wire_s``: seconds from the first request to
+    the last completion, including hashing meanwhile."""
 
     digests: Digests
+    crcs: Crcs
     bounced: int
     wire_s: float
 
@@ -94,8 +105,8 @@ class Landing(Protocol):
     def is_bounced(self) -> bool:
         """Return True if the place is not the pool itself."""
 
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
-        """Store a batch that was pulled to its place, and note its digests."""
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
+        """Store a batch that was pulled to its place, and note its digests and CRC32s."""
 
     def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
         """Put the bytes of a batch at its place before it is pushed, and note their digests."""
@@ -112,6 +123,7 @@ def transfer(
     cannot be reached), and what the medium raises; then ``pair`` is closed.
     """
     segments, digests = cut(moved)
+    crcs = np.zeros(len(digests), np.uint32)
     keys = key[owners(moved.length)[segments.row]]
     window = _Window(pair, landing, link, is_pull=is_pull)
     under_way: deque[tuple[Segments, Column, int]] = deque()
@@ -120,7 +132,7 @@ def transfer(
         batch, place, mark = under_way.popleft()
         window.wait_for(mark)
         if is_pull:
-            landing.note_arrival(batch, place, digests)
+            landing.note_arrival(batch, place, digests, crcs)
 
     try:
         done = 0
@@ -141,7 +153,8 @@ def transfer(
         # First: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
-    return TransferResult(digests, moved.size if landing.is_bounced() else 0, window.wire_s)
+    bounced = moved.size if landing.is_bounced() else 0
+    return TransferResult(digests, crcs, bounced, window.wire_s)
 
 
 def spread(batch: Segments, start: int) -> Column:
@@ -275,16 +288,18 @@ class DirectLanding:
     def is_bounced(self) -> bool:
         return False
 
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
         for run in batch.runs():
             self._medium.wrote(run)
-        self._hash(batch, place, digests)
+        self._hash(batch, place, digests, crcs)
 
     def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
         self._hash(batch, place, digests)
 
-    def _hash(self, batch: Segments, place: Column, digests: Digests) -> None:
-        best_engine().move(replace(batch, address=place), None, digests, Stop())
+    def _hash(
+        self, batch: Segments, place: Column, digests: Digests, crcs: Crcs | None = None
+    ) -> None:
+        best_engine().move(replace(batch, address=place), None, digests, Stop(), crcs)
 
 
 # Through a ring.
@@ -351,8 +366,8 @@ class RingLanding:
     def is_bounced(self) -> bool:
         return True
 
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests) -> None:
-        digests[np.unique(batch.row)] = copy(self._medium, batch.sources_at(place), Stop())
+    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
+        store(self._medium, batch, place, digests, crcs, Stop())
 
     def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
         digests[np.unique(batch.row)] = fetch(self._medium, batch.sources_at(place), Stop())

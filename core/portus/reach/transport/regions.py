@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 from portus.engine.copying.local import BATCH, best_engine
 from portus.engine.copying.segments import (
     Column,
-    Crcs,
     Digests,
     Segments,
     Sources,
@@ -293,14 +292,12 @@ def gather(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, i
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The segments of some sources, gathered and other ones apart, and the digests and CRC32s of
-    all."""
+    """The segments of some sources, gathered and other ones apart, and the digests of all."""
 
     small: Segments
     place: Column
     big: Segments
     digests: Digests
-    crcs: Crcs
 
     @property
     def gathered_bytes(self) -> int:
@@ -314,15 +311,14 @@ class Parts:
         segments, digests = cut(sources)
         owner = owners(sources.length)[segments.row]
         chosen = is_small[owner]
-        crcs = np.zeros(len(digests), np.uint32)
         small, big = segments.part(chosen), segments.part(~chosen)
-        return cls(small, place[owner][chosen], big, digests, crcs)
+        return cls(small, place[owner][chosen], big, digests)
 
     def gather(self, stop: Stop) -> None:
         """Copy the small segments to their places, and note their digests. Raises
         ``StoppedError``."""
         if len(self.small):
-            best_engine().move(self.small, self.place, self.digests, stop, self.crcs)
+            best_engine().move(self.small, self.place, self.digests, stop)
 
     def scatter(self, stop: Stop) -> None:
         """Copy the small segments from their places to their targets, and note their digests."""
@@ -333,4 +329,4 @@ class Parts:
     def hash_big(self, stop: Stop) -> None:
         """Note the digests of the other segments. Raises ``StoppedError``."""
         for batch in self.big.batches(BATCH):
-            best_engine().move(batch, None, self.digests, stop, self.crcs)
+            best_engine().move(batch, None, self.digests, stop)

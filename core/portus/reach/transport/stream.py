@@ -487,19 +487,16 @@ class _Work(Stop):
         super().check()
 
 
-def give(
-    link: Link, segments: Segments, digests: Digests, stop: Stop, crcs: Crcs | None = None
-) -> None:
-    """Send segments of this process (whole units, in order) as DATA. Note their digests, and their
-    CRC32s in ``crcs``."""
+def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
+    """Send segments of this process (whole units, in order) as DATA. Note their digests."""
     scratch = np.empty(min(GATHER, segments.size), np.uint8)
     for batch in segments.batches(GATHER):
         stop.check()
         if _is_small(batch):
-            best_engine().move(batch, _lay_out(batch, scratch), digests, stop, crcs)
+            best_engine().move(batch, _lay_out(batch, scratch), digests, stop)
             link.send_payload(DATA, scratch.data[: batch.size], None)
             continue
-        hasher = _Hasher(digests, scratch.data, crcs)
+        hasher = _Hasher(digests, scratch.data)
         for unit, address, _, length in _rows(batch):
             link.send_payload(DATA, memory(address, length), hasher.of(unit))
             hasher.note()
@@ -512,9 +509,11 @@ def take(
     digests: Digests,
     stop: Stop,
     medium: Medium | None = None,
+    crcs: Crcs | None = None,
 ) -> None:
-    """Fill segments with payload, and note the digests of what arrived there: segments of this
-    process, or of ``medium``, a pool, straight where it has addresses."""
+    """Fill segments with payload, and note the digests of what arrived there, and in ``crcs`` its
+    CRC32s: segments of this process, or of ``medium``, a pool, straight where it has addresses.
+    """
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
     for batch in segments.batches(len(scratch)):
         stop.check()
@@ -523,16 +522,33 @@ def take(
             place = _lay_out(batch, scratch)
             if medium is None:
                 there = replace(batch, address=place)
-                best_engine().move(there, batch.address, digests, stop)
+                best_engine().move(there, batch.address, digests, stop, crcs)
             else:
-                digests[np.unique(batch.row)] = copy(medium, batch.sources_at(place), stop)
+                store(medium, batch, place, digests, crcs, stop)
             continue
-        hasher = _Hasher(digests, scratch.data)
+        hasher = _Hasher(digests, scratch.data, crcs)
         for unit, address, offset, length in _rows(batch):
             for target in _places(medium, scratch.data, address, offset, length):
                 link.fill(target, hasher.of(unit))
             hasher.note()
         stop.add(batch.size)
+
+
+def store(
+    medium: Medium,
+    batch: Segments,
+    place: Column,
+    digests: Digests,
+    crcs: Crcs | None,
+    stop: Stop,
+) -> None:
+    """Copy segments, which are at ``place``, to their offsets in a pool, and note the digests and
+    CRC32s of their units."""
+    rows = np.unique(batch.row)
+    sums = np.zeros(len(rows), np.uint32)
+    digests[rows] = copy(medium, batch.sources_at(place), stop, crcs=sums)
+    if crcs is not None:
+        crcs[rows] = sums
 
 
 def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:

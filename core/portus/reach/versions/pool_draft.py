@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from portus.engine.copying.local import copy, read_stored, same_bytes
 from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
+from portus.engine.format.checksum import unit_counts
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
 from portus.engine.spec import PAGE, Extent
@@ -89,7 +90,10 @@ class PoolDraft:
         self.note(reserved, digests)
         return digests
 
-    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+    def copy_fed(
+        self, indices: Column, feeds: Sequence[Feed], stop: Stop, crcs: Crcs | None = None
+    ) -> Digests:
+        """Copy storages that have no addresses, likewise."""
         reserved = self.reserve(indices, np.zeros(len(indices), np.int64))
         target = reserved.target
         places = [
@@ -98,14 +102,18 @@ class PoolDraft:
                 target.extent_offset.tolist(), target.extent_length.tolist(), strict=True
             )
         ]
-        found, done = [], 0
+        count = int(unit_counts(target.length).sum())
+        sums = np.zeros(count, np.uint32) if crcs is None else crcs
+        found: list[Digests] = []
+        done = 0
         for feed in feeds:
             with feed.units() as units:
                 for address, length in units:
                     own = part(places, done, done + length)
                     done += length
                     source = Source(address, length, tuple(own))
-                    found.append(copy(self._writer.medium, [source], stop))
+                    row = sums[len(found) : len(found) + 1]
+                    found.append(copy(self._writer.medium, [source], stop, crcs=row))
         digests = np.concatenate(found)
         self.note(reserved, digests)
         return digests

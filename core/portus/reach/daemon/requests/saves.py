@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from portus.engine.copying.local import check
-from portus.engine.copying.segments import Column, Digests, Sources, Stop, cut
+from portus.engine.copying.segments import Column, Sources, Stop, cut
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.settings.keep import Keep, check_metrics
@@ -29,7 +29,7 @@ from portus.reach.daemon.shared_state import refusal_of
 from portus.reach.index.file_table import decode_table
 from portus.reach.index.records import VersionRecord, encode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column, handles, unpack_map
+from portus.reach.protocol.messages import Said, column, digest_rows, handles, unpack_map
 from portus.reach.transport.stream import UnexpectedMessageError, drain, take
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
@@ -127,12 +127,12 @@ def offer(guest: Guest, message: said.Offer) -> Said:
         draft.claimed[indices] = False
         return _full(guest, error)
     try:
-        digests, bounced = _move(guest, draft, indices, reserved.target)
-        draft.pool.note(reserved, digests)
+        hashed = _move(guest, draft, indices, reserved.target)
+        draft.pool.note(reserved, digest_rows(hashed.digests, "stored"))
     except UnexpectedMessageError:  # by an abandonment: the table lets nothing else through
         guest.drop("the client abandoned it")
         return said.Done()
-    return said.Hashed(digests.tobytes(), bounced)
+    return hashed
 
 
 def share(guest: Guest, message: said.Share) -> Said:
@@ -247,39 +247,39 @@ def _full(guest: Guest, error: MediumError) -> said.Full:
     return said.Full(refusal.errno, refusal.text)
 
 
-def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> tuple[Digests, int]:
-    """Bring the bytes of an offer to their places in the pool. Return their digests, and how many
-    bytes went through a buffer."""
+def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> said.Hashed:
+    """Bring the bytes of an offer to their places in the pool. Return the answer."""
     start = time.perf_counter()
     try:
         there = replace(moved, address=draft.address[indices])
         done = guest.transfer(there, draft.key[indices], is_pull=True)
         if done is None:
-            return _pull(guest, moved), moved.size
+            return _pull(guest, moved)
         guest.counters.add("pulled_bytes", moved.size)
-        return done.digests, done.bounced
+        return said.Hashed(done.digests.tobytes(), done.bounced, done.crcs.tobytes())
     finally:
         seconds = time.perf_counter() - start
         guest.counters.add("pull_seconds", seconds)
         guest.counters.took("pull", seconds)
 
 
-def _pull(guest: Guest, moved: Sources) -> Digests:
+def _pull(guest: Guest, moved: Sources) -> said.Hashed:
     """Receive the bytes of an offer over the socket. If the medium fails, receive the rest too:
     only then can the client read the error."""
     link, before, hashed_s = guest.link, guest.link.taken, guest.link.hash_s
     segments, digests = cut(moved)
+    crcs = np.zeros(len(digests), np.uint32)
     if segments.size:
         link.send(said.Pull())
     try:
-        take(link, segments, digests, Stop(), guest.writer.medium)
+        take(link, segments, digests, Stop(), guest.writer.medium, crcs)
     except (MediumError, CorruptionError):
         drain(link, segments.size - (link.taken - before))
         raise
     finally:
         guest.counters.add("pulled_bytes", link.taken - before)
         guest.counters.add("hash_seconds", link.hash_s - hashed_s)
-    return digests
+    return said.Hashed(digests.tobytes(), moved.size, crcs.tobytes())
 
 
 def _record(guest: Guest, before: bytes) -> VersionRecord | None:
