@@ -24,6 +24,7 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import TransportError
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.space import Memory
+from portus.reach.pools.image_draft import sum_sources
 from portus.reach.transport import one_sided
 from portus.reach.transport.one_sided import (
     DirectLanding,
@@ -241,6 +242,7 @@ def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, see
     card = host.card(seed)
     done = pull(card, host.landing(), moved, client.place, host.link)
     assert np.array_equal(done.digests, expected)
+    assert done.crcs.tolist() == sum_sources(client.sources).tolist()
     assert done.bounced == (0 if is_pinnable(medium) else moved.size)
     assert card.longest <= one_sided.PIECE
     small = int(client.small.sum())
