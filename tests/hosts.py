@@ -1,5 +1,4 @@
-"""Storage hosts for tests: ``portus serve`` in a process of its own; a server in this one is in
-``portus.testing.hosting``."""
+"""Storage hosts for tests: in this process, and ``portus serve`` in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,13 +11,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from portus.testing.hosting import serving as serving
-from portus.testing.hosting import url as url
+from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.mirrors import TenantMirrors
+from portus.reach.daemon.places import CONNECTIONS, Places
+from portus.reach.daemon.pools import Pools, Quotas
+from portus.reach.daemon.replicas import OtherHost
+from portus.reach.daemon.secrets import Secrets
+from portus.reach.daemon.server import Server, open_listener
+from portus.reach.daemon.shared_state import MEMORY, ClientTimeouts, House
+from portus.reach.protocol.address import Address, Scheme, parse
+from portus.reach.transport.budget import Budget
 
 START_S_MAX = 120.0
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +55,56 @@ def connect_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of this process do not pause between two tries to reach a host."""
     monkeypatch.setattr("portus.reach.transport.host._PAUSE_MIN_S", 0.001)
     monkeypatch.setattr("portus.reach.transport.host._PAUSE_MAX_S", 0.001)
+
+
+@contextlib.contextmanager
+def serving(
+    place: str | Path,
+    *,
+    secrets: dict[str, bytes] | None = None,
+    quota: int | None = None,
+    patience: ClientTimeouts | None = None,
+    address: Address | None = None,
+    memory: int = MEMORY,
+    connections: int = CONNECTIONS,
+    mirrors: TenantMirrors | None = None,
+    replica: str | None = None,
+) -> Iterator[Server]:
+    """Run a server in this process, on a free port of loopback if no address is given.
+
+    mirrors: the mirrors of its pools, which also fill them at the start.
+    replica: the address of the host that it copies to.
+    """
+    known = Secrets(None if secrets is None else {each: (secrets[each],) for each in secrets})
+    other = None if replica is None else OtherHost(parse(replica), known)
+    house = House(
+        pools=Pools(str(place), Quotas(quota), mirrors, other),
+        secrets=known,
+        counters=Counters(),
+        patience=patience or ClientTimeouts(),
+        budget=Budget(memory),
+        places=Places(connections),
+    )
+    listener = open_listener(address or Address(Scheme.TCP, host="127.0.0.1", port=0), None)
+    try:
+        if mirrors is not None or other is not None:
+            house.pools.open_all()
+        server = Server([listener], house)
+    except BaseException:
+        listener.socket.close()
+        house.pools.close()
+        raise
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.stop(), "a connection did not end"
+
+
+def url(server: Server, tenant: str = "") -> str:
+    """Return the URL of the first listener of ``server``."""
+    found = server.listeners[0].public_address
+    return found.replace("://", f"://{tenant}@", 1) if tenant else found
 
 
 class Host:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from portus.testing.nursery import Child, Say, nursery
+from tests.nursery import Child, Say, nursery
 
 
 class Warm:

@@ -23,8 +23,8 @@ import portus.reach.shards.arrival
 from portus.engine.fence.fence import Fence
 from portus.engine.writer.image_file import CommittedFile, FileDraft, ImageFile
 from portus.errors import MediumError
-from portus.testing.nursery import Say
 from tests.adapters.kills import Kills
+from tests.nursery import Say
 
 FOLDER = Path(sys.executable).parents[1] / "deepspeed"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from portus.testing.nursery import Say, nursery
+from tests.nursery import Say, nursery
 
 
 def script(

@@ -232,7 +232,7 @@ WAYS = [lightning, mirrored, by_hand, sharded, accelerated, pooled]
 def hosted(root: Path) -> None:
     from portus.reach.daemon.mirrors import TenantMirrors
     from portus.reach.mirror.address import parse
-    from portus.testing.hosting import serving, url
+    from tests.hosts import serving, url
 
     mirrors = TenantMirrors(parse(f"file://{root}/mirror", "--mirror"))
     with serving(root / "pools", mirrors=mirrors) as server:

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import torch
 
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.adapters.kills import Kills
 from tests.adapters.tiny import Net, every_step, loader, trainer
+from tests.nursery import Say
 
 STEPS: Final = 12
 KEPT: Final = 2

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.adapters.tiny import Net, every_step, loader, trainer
+from tests.nursery import Say
 
 KEPT: Final[dict[str, dict[str, Any]]] = {
     "all": {"save_top_k": -1, "save_last": True},

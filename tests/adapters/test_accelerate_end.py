@@ -15,10 +15,10 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 import portus_accelerate
-from portus.testing.nursery import Say, nursery
 from tests.adapters.trainings import Weight
 from tests.adapters.trainings import warm_up as warm_up  # the nursery of this module calls it
 from tests.crash.epoch_script import join
+from tests.nursery import Say, nursery
 from tests.unit.cli.scene import portus_json
 
 LATE_S = 0.5

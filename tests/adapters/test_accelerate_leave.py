@@ -13,9 +13,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 import portus_accelerate
-from portus.testing.nursery import Say, nursery
 from tests.adapters.trainings import SIZE, Weight
 from tests.adapters.trainings import warm_up as warm_up  # the nursery of this module calls it
+from tests.nursery import Say, nursery
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from portus.engine.loading.checkpoint_file import has_digests
-from portus.testing.nursery import Child, nursery
 from tests.adapters import deepspeed_jobs
 from tests.adapters.deepspeed_jobs import Spec
 from tests.adapters.forked import environments
+from tests.nursery import Child, nursery
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -13,11 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from portus.testing.nursery import nursery
 from tests.adapters import forked, killed_script
 from tests.adapters.killed_script import fit
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, files, loader, same, trainer
 from tests.adapters.without_portus import steps_and_sums
+from tests.nursery import nursery
 
 pytestmark = [
     *NO_FUSS,

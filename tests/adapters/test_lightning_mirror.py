@@ -17,13 +17,13 @@ import torch
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.opening import open_file_store
-from portus.testing.nursery import Child, nursery
 from portus_lightning import PortusIO
 from tests.adapters import lost_script
 from tests.adapters.launching import TWO
 from tests.adapters.tiny import NO_FUSS, Net, every_step, files, loader, same, trainer
 from tests.adapters.without_portus import steps_and_sums
 from tests.moments import until
+from tests.nursery import Child, nursery
 
 pytestmark = NO_FUSS
 

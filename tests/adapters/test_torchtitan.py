@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from portus.engine.loading.checkpoint_file import has_digests
-from portus.testing.nursery import nursery
 from tests.adapters.forked import environments
 from tests.matrix.trainings import TITAN
+from tests.nursery import nursery
 
 pytestmark = [
     pytest.mark.timeout(180),

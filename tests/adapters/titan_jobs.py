@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from portus.testing.nursery import Say
 from tests.matrix.trainings import TITAN, TitanProgress
+from tests.nursery import Say
 
 
 def warm_up() -> None:

@@ -1,10 +1,17 @@
-"""A small training for each adapter, for ``portus.testing.adapter``: at step n the weight is -n."""
+"""A small training for each adapter, for ``test_contract``: at step n the weight is -n.
+
+Each class has ``train``, which saves at each step and removes no checkpoint, and ``load``, which
+loads a checkpoint with the framework's own code and returns its step, or raises
+``AssertionError`` if it is not the state of that step.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +26,36 @@ import portus
 import portus.dcp
 import portus_accelerate
 from portus.dcp import PortusStorageWriter
-from portus.testing.adapter import Order
 from portus_lightning import PortusIO
 from portus_lightning.of_lightning import PortusCompanion
+from tests.nursery import Say
 
 SIZE = 5000
+
+
+@dataclass(frozen=True)
+class Order:
+    """A training to run, in a process of its own, which ends with it. It resumes from the newest
+    checkpoint in the directory of the run, if there is one.
+
+    run: the directory of the run. It may exist, with what an earlier training left, or a copy of
+        that.
+    pool: the storage host or the device to save to; None: save files, the adapter's default.
+    until: the last step.
+    kill_at: the step at which ``note_save`` kills the process; 0: none.
+    """
+
+    run: str
+    pool: str | None
+    until: int
+    kill_at: int
+    say: Say
+
+    def note_save(self, step: int, path: str) -> None:
+        """Report a save; to be called at each step, right after the save was requested."""
+        self.say(f"{step} {path}")
+        if step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def warm_up() -> None:

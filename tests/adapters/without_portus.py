@@ -8,7 +8,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from portus.testing.nursery import Say, nursery
+from tests.nursery import Say, nursery
 
 
 def steps_and_sums(directory: Path) -> dict[str, tuple[int, float]]:

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import portus
-from portus.testing.nursery import Child, Say, nursery
 from tests.bench.measure import Row
+from tests.nursery import Child, Say, nursery
 
 STEPS = 900
 """A run's length; the loss that it ends with is the one that others have to come to."""

@@ -23,8 +23,8 @@ import torch
 
 import portus
 from portus.embedding import ProtectedTables, RowwiseAdagrad, protect
-from portus.testing.device import stand_in
 from tests.bench.measure import Row
+from tests.device import stand_in
 
 MIB: Final = 1 << 20
 SIZES: Final = [

@@ -24,8 +24,8 @@ from portus.reach.places.opening import open_place, place_named
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
-from portus.testing.hosting import serving, url
 from portus.testing.places import MODEL, PlaceContract, Tensors
+from tests.hosts import serving, url
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="places are written on Linux only")
 

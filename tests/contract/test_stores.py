@@ -14,8 +14,8 @@ import pytest
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.opening import open_file_store, open_store
 from portus.reach.mirror.store import FileStore, MissingError, Store
-from portus.testing.hosting import serving, url
 from tests.contract.stores import FileStoreContract, StoreContract
+from tests.hosts import serving, url
 from tests.simulation.model_store import ModelStore
 
 NUMBERS = itertools.count()

@@ -14,8 +14,8 @@ import portus
 from portus.companions.embedding.store import MODEL
 from portus.embedding import ProtectedTables, RowwiseAdagrad, protect
 from portus.engine.spec import PAGE
-from portus.testing.device import stand_in
-from portus.testing.nursery import Say
+from tests.device import stand_in
+from tests.nursery import Say
 
 ROWS = (700, 300, 50)
 LOG = 150 * PAGE

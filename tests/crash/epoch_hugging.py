@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from portus.testing.nursery import Say
 from tests.crash.epoch_script import SAMPLES, Rows, join
+from tests.nursery import Say
 
 
 def warm_up() -> None:

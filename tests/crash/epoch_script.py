@@ -15,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from torch.utils.data import DataLoader, Dataset
 
 import portus_accelerate
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 SAMPLES = 22
 EPOCHS = 2

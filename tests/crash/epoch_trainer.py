@@ -18,9 +18,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from portus_lightning.of_lightning import PortusCompanion
+from tests.nursery import Say
 
 SAMPLES = 22
 

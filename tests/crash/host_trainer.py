@@ -14,7 +14,7 @@ import portus
 from portus.engine.job.settings import Settings
 from portus.reach.index.place import Place
 from portus.reach.training.training_files import TrainingFiles
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 SIZES = (512, 256, 64, 1)
 

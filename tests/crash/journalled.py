@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from tests.crash.lightning_saver import Net, loader_of, trainer_in
+from tests.nursery import Say
 
 
 def training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, Dataset
 
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
 from portus_lightning.of_lightning import PortusCompanion
+from tests.nursery import Say
 
 WORKERS = 2
 BATCHES = 3

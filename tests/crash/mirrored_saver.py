@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from portus.engine.paths.checkpointer import Checkpointer
-from portus.testing.nursery import Say
 from tests.crash.saver import Training
+from tests.nursery import Say
 from tests.same import assert_same
 
 KEEP = 2

@@ -9,8 +9,8 @@ from typing import Final
 
 from portus.engine.paths.checkpointer import Checkpointer
 from portus.engine.paths.process import load, save
-from portus.testing.nursery import Say
 from tests.crash.saver import Training
+from tests.nursery import Say
 
 PARTS: Final = 3
 """Files of a step, of the loop that has several."""

@@ -27,7 +27,7 @@ from portus.reach.index.place import Place
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.view import PoolView
 from portus.reach.training.training_files import TrainingFiles
-from portus.testing.nursery import Say
+from tests.nursery import Say
 from tests.same import assert_same
 
 KEEP = 3

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import portus.dcp
 from portus.engine.pipeline.handle import SaveHandle
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 WIDTH: Final = 24
 KEEP: Final = 3

@@ -8,7 +8,7 @@ import numpy as np
 
 from portus.companions.shelf import Shelf
 from portus.engine.spec import PAGE
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 SHAPE = (40, 300)
 

@@ -21,9 +21,8 @@ from portus.reach.files.host import HostPool
 from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
-from portus.testing.hosting import serving, url
 from tests.crash.test_kill_replica import KEEP, Told, state
-from tests.hosts import connect_again_at_once
+from tests.hosts import connect_again_at_once, serving, url
 from tests.moments import until
 from tests.same import assert_same
 from tests.simulation.lossy import LossyLink

@@ -13,9 +13,9 @@ import torch
 import portus
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
-from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import Host, connect_again_at_once
+from tests.nursery import Child
 from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
 from tests.warm import Warm

@@ -20,9 +20,9 @@ from portus.engine.paths import process
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.testing.nursery import Child
 from tests.crash.saver import KEEP, Training
 from tests.depth import deep
+from tests.nursery import Child
 from tests.same import assert_same
 from tests.unit.cli.scene import portus as command
 from tests.warm import Warm

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from portus.testing.nursery import nursery
 from tests.bench import killed
+from tests.nursery import nursery
 
 STEPS_A_LIFE = 150
 

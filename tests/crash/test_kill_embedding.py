@@ -13,8 +13,8 @@ import pytest
 
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
-from portus.testing.device import stand_in
 from tests.crash import embedded
+from tests.device import stand_in
 from tests.warm import Warm
 
 KILLS = int(os.environ.get("PORTUS_TEST_KILLS", "10"))

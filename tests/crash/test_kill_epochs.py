@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from portus.testing.nursery import nursery
 from tests.crash.epoch_trainer import SAMPLES
+from tests.nursery import nursery
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only"),

@@ -15,7 +15,7 @@ import pytest
 from portus.companions.journal.account import Account, account
 from portus.reach.index.directory import journal_directory
 from portus.reach.index.journals import FoundJournal, journals_in, read
-from portus.testing.nursery import nursery
+from tests.nursery import nursery
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 

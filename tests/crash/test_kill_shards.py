@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 import portus
-from portus.testing.nursery import Child
 from tests.crash.sharded_job import KEEP
 from tests.hosts import Host
+from tests.nursery import Child
 from tests.unit.cli.scene import portus as command
 from tests.warm import Warm
 

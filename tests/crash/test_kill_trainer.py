@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from portus.testing.nursery import nursery
+from tests.nursery import nursery
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 

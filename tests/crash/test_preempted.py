@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from portus.testing.nursery import Child, nursery
 from tests.adapters.launching import TWO
 from tests.crash.told_trainings import BATCHES, STEPS
+from tests.nursery import Child, nursery
 
 COUNT = int(os.environ.get("PORTUS_TEST_SIGNALS", "12"))
 

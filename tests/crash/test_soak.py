@@ -22,9 +22,9 @@ import pytest
 
 import portus
 from portus.reach.index.check import check
-from portus.testing.nursery import Child
 from tests.crash import host_trainer
 from tests.hosts import ROOT, Host
+from tests.nursery import Child
 from tests.same import assert_same
 from tests.warm import Warm
 

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, defa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import portus_accelerate
-from portus.testing.nursery import Say
 from portus_lightning import PortusIO
+from tests.nursery import Say
 
 EPOCHS = 3
 BATCHES = 6

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import portus
-from portus.testing.nursery import Child, nursery
 from tests.crash.saver import Training
 from tests.faults import calls
 from tests.faults.calls import ERRORS, Call, Fault, Where
+from tests.nursery import Child, nursery
 from tests.same import assert_same
 
 STEPS_MAX = 5

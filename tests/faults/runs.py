@@ -27,11 +27,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import portus
 from portus.engine.pipeline.handle import SaveHandle
 from portus.reach.training.training_files import TrainingFiles
-from portus.testing.nursery import Say
 from portus_lightning.of_lightning import PortusCompanion
 from tests.adapters import tiny
 from tests.faults import calls
 from tests.faults.calls import Call, Fault
+from tests.nursery import Say
 from tests.packages import ADAPTERS, FOLDERS
 
 STEPS = 5

@@ -6,10 +6,10 @@ import json
 import random
 from collections.abc import Iterator
 
-from portus.testing.nursery import Nursery, nursery
 from tests.faults import calls
 from tests.faults.calls import ERRORS, Call, Fault, Where
 from tests.faults.runs import Report
+from tests.nursery import Nursery, nursery
 
 HANG_S = 60.0
 """A run takes half a second; the longest wait that it may make, for a busy pool, takes ten."""

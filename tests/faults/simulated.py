@@ -23,11 +23,11 @@ from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import ImageDraft
 from portus.reach.pools.training_pool import PointerDraft
 from portus.reach.training.training_files import TrainingFiles
-from portus.testing.nursery import Say
 from tests.crash import saver
 from tests.crash.saver import Training
 from tests.faults import calls
 from tests.faults.calls import Fault
+from tests.nursery import Say
 
 KEEP = 2
 

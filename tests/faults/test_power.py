@@ -23,9 +23,9 @@ from portus.engine.paths.process import load
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.testing.nursery import nursery
 from tests.crash.saver import Training
 from tests.faults.writelog import MARK, Cut, logged_disk, why_not
+from tests.nursery import nursery
 from tests.same import assert_same
 
 SAVES = 12

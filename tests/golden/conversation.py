@@ -24,7 +24,7 @@ from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Fault, Said, pack_column, pack_map
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.stream import Link
-from portus.testing.hosting import serving
+from tests.hosts import serving
 
 HERE: Final = Path(__file__).resolve().parent
 

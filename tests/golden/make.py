@@ -48,7 +48,7 @@ from portus.reach.index.records import VersionEntry
 from portus.reach.pools import restore
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.pools.view import PoolView
-from portus.testing.device import stand_in
+from tests.device import stand_in
 from tests.golden import kinds
 from tests.golden.describe import Describer
 from tests.moments import at

@@ -26,7 +26,6 @@ from portus.reach.protocol.messages import Said, pack_column, pack_pairs
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import error_of
 from portus.reach.transport.verbs import RegisterError
-from portus.testing.nursery import Nursery, nursery
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import (
@@ -37,6 +36,7 @@ from tests.hardware.test_verbs_host import (
 )
 from tests.hardware.walker import BEFORE, COMMITTED, MODEL, SIZE, Walk
 from tests.hosts import Host, serving, url
+from tests.nursery import Nursery, nursery
 from tests.simulation.lossy import LossyLink
 
 SOME = 2 << 20

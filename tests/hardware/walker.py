@@ -24,10 +24,10 @@ from portus.reach.transport.regions import ClientLane
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import Region, load
 from portus.reach.versions.parts import share, sources
-from portus.testing.nursery import Say
 from tests.contents import table
 from tests.hardware.states import Bytes, state_of
 from tests.hosts import serving
+from tests.nursery import Say
 
 MODEL: Final = "walk"
 SIZE: Final = (20 << 20) + 12345

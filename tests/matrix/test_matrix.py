@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from portus.testing.nursery import nursery
 from tests.adapters import forked
 from tests.matrix import trainings
+from tests.nursery import nursery
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 TITAN: Final = Path(sys.executable).parents[1] / "torchtitan"
 

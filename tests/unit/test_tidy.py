@@ -53,7 +53,6 @@ BROAD_EXCEPT = {
         "the top of the worker thread; it is kept"
     ),
     "core/portus/engine/files/queue.py: _run": "the top of the worker thread; the error is kept",
-    "core/portus/testing/nursery.py: _run": "the top of a forked process; it is told",
     "portus_accelerate/loading.py: _positions_in": "what Accelerate passes over, too; it is logged",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",
 }

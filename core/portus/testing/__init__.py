@@ -1,1 +1,1 @@
-"""The test kit: contracts for media, stores and adapters of your own, and what they run on."""
+"""Tests that every medium and every place must pass."""

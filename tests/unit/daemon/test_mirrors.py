@@ -22,8 +22,7 @@ from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.opening import open_store
 from portus.reach.mirror.store import ListedObject, Store, UnwritableError
-from portus.testing.hosting import serving, url
-from tests.hosts import Host
+from tests.hosts import Host, serving, url
 from tests.moments import until
 from tests.same import assert_same
 from tests.unit.cli.scene import pointing

@@ -24,8 +24,7 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
 from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
-from portus.testing.hosting import serving, url
-from tests.hosts import Host, connect_again_at_once, free_port
+from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 from tests.moments import until
 from tests.same import assert_same
 from tests.simulation.lossy import LossyLink

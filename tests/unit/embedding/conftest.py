@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.testing.device import stand_in
+from tests.device import stand_in
 
 DEVICE = 112 << 20
 

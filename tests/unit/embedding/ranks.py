@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from portus.embedding import protect
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 
 def rank(say: Say, number: int, store: str, pool: str) -> None:

@@ -14,7 +14,7 @@ from portus.embedding import protect
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, MediumError
 from portus.reach.index.check import check
-from portus.testing.device import stand_in
+from tests.device import stand_in
 from tests.unit.embedding.test_protected import Small
 from tests.unit.shelf.test_overwritten import DEEDS, LOST, Deed, replaced, set_back
 

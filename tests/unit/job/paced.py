@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from portus.testing.nursery import Say
+from tests.nursery import Say
 from tests.unit.job.test_cadence import Training
 
 

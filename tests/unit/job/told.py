@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import portus
-from portus.testing.nursery import Say
+from tests.nursery import Say
 
 
 def hang(say: Say, place: str, how: str) -> None:

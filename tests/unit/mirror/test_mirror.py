@@ -36,7 +36,7 @@ from portus.reach.mirror.pieces import ALONE
 from portus.reach.mirror.store import ListedObject, Part
 from portus.reach.pools import restore
 from portus.reach.pools.mirror_versions import load_version
-from portus.testing.hosting import serving, url
+from tests.hosts import serving, url
 from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"

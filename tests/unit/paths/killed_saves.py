@@ -9,8 +9,8 @@ import torch
 
 from portus.engine.paths.process import saver
 from portus.engine.paths.request import FileToSave
-from portus.testing.nursery import Say
 from tests.adapters.kills import Kills
+from tests.nursery import Say
 
 
 def run(say: Say, where: str, number: int, way: str) -> None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from portus.testing.nursery import Nursery, Say, nursery
+from tests.nursery import Nursery, Say, nursery
 
 LINES = 100_000
 
@@ -49,7 +49,7 @@ def say_a_lot(say: Say) -> None:
 
 
 def mine() -> Nursery:
-    return nursery("tests.unit.testing.test_nursery")
+    return nursery("tests.unit.test_nursery")
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from portus.reach.index.directory import has_pool
 from portus.reach.index.place import Place, PlaceKind
 from portus.reach.media.dax import DaxDevice, device_facts
 from portus.reach.media.local import LocalFiles
-from portus.testing.device import stand_in
+from tests.device import stand_in
 
 SIZE = 32 << 20
 

@@ -55,7 +55,7 @@ class Nursery:
         self.children: weakref.WeakSet[Child] = weakref.WeakSet()
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "portus.testing.nursery", module, str(theirs.fileno())],
+            [sys.executable, "-m", "tests.nursery", module, str(theirs.fileno())],
             cwd=_HERE,
             # One thread, since a fork copies none but its caller.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
