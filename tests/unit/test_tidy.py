@@ -112,7 +112,6 @@ LARGE = {
     "reach/transport/host": "a client's connections to one host",
     "reach/transport/stream": "one framing: its two ends are read together",
     "reach/transport/stream: Link": "one connection's frames, deadlines and stops",
-    "reach/transport/verbs": "the one module that knows pyverbs",
 }
 """Modules of more than 500 lines, and classes of more than 25 methods, and why they are one."""
 

@@ -20,7 +20,6 @@ from portus.reach.daemon.admin import (
     Look,
     ReadOnly,
     Reload,
-    Reopen,
     RequestDone,
     Tenant,
     ask,
@@ -110,18 +109,6 @@ def drain(
     output.code = BUSY if left else 0
 
 
-def reopen(output: Output, host: str = _HOST, tenant: str = _TENANT) -> None:
-    """Reopen a pool after a disk error, if it is intact.
-
-    The pool refuses writes until then. This reads all of it. Then the host closes the tenant's
-    connections, and clients reconnect.
-    """
-    # Without a limit: the host reads the whole pool first.
-    size = _ask(host, Reopen(tenant), RequestDone, None).count
-    output.document({"tenant": tenant, "size": size})
-    output.line(f"{tenant}: every byte is intact, and the pool is open again: {words.size(size)}")
-
-
 def reload(output: Output, host: str = _HOST) -> None:
     """Make the host reread secrets, quotas and certificates.
 
@@ -142,7 +129,7 @@ def _ask(host: str, asked: Asked, kind: type[Kind], wait_s: float | None = 60.0)
 def _row(tenant: Tenant) -> Row:
     state = []
     if tenant.poisoned:
-        state = ["accepts no writes: portus admin reopen"]
+        state = ["accepts no writes: portus scrub, then start the host again"]
     elif tenant.read_only:
         state = ["read-only"]
     if tenant.mirror_missing:
@@ -156,6 +143,6 @@ def _row(tenant: Tenant) -> Row:
 commands: Final = group(
     "Administer a storage host on this machine, as its user or as root. "
     "`portus admin ADDRESS` is short for `portus admin show ADDRESS`.",
-    *(show, kick, read_only, drain, reopen, reload),
+    *(show, kick, read_only, drain, reload),
     kind=_ShowFirst,
 )

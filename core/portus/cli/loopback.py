@@ -1,8 +1,5 @@
 """A test of verbs on this machine: transfers from one queue pair to another of the same device, to
 and from places within pages, with every byte compared.
-
-It also tests on-demand paging, if a device offers that. Portus never uses it: Soft-RoCE puts such
-bytes at the wrong place within a page, and reports success.
 """
 
 from __future__ import annotations
@@ -33,7 +30,6 @@ LENGTHS: Final = (8, PAGE + 904)
 PLACES: Final = tuple(itertools.product(OFFSETS, LENGTHS))
 _NEAR: Final = 3 * PAGE + 7
 _WAIT_S_MAX: Final = 60.0
-_ON_DEMAND: Final = "with on-demand paging"
 
 
 def loopback_findings() -> Iterator[MachineFinding]:
@@ -84,47 +80,31 @@ def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> i
 
 
 def _try_port(port: Port, domain: Domain) -> Iterator[MachineFinding]:
-    limits, device, count = domain.limits, port.device, len(PLACES)
+    limits, device, count = domain.limits, port.device, 2 * len(PLACES)
     address = ipaddress.IPv6Address(port.gid)
     text = f"port {port.number} has {address.ipv4_mapped or address}; at most {limits.regions} "
     text += f"regions, of {words.size(limits.region_size)} each"
     yield MachineFinding("RDMA limits", device, text)
-    wrong = sum(_wrong(domain, on_demand=False))
-    text = f"{2 * count - wrong} of {2 * count} transfers arrived whole"
+    wrong = _wrong(domain)
+    text = f"{count - wrong} of {count} transfers arrived whole"
     bad = "do not use this device: PORTUS_TRANSPORT=tcp, portus serve --transport tcp"
     yield MachineFinding(TOPIC, device, text, bad if wrong else "")
-    if not limits.on_demand:
-        yield MachineFinding(TOPIC, device, f"{_ON_DEMAND}: not offered, and not needed")
-        return
-    writes, reads = _wrong(domain, on_demand=True)
-    if not writes and not reads:
-        yield MachineFinding(TOPIC, device, f"{_ON_DEMAND}: right, and not used by Portus")
-        return
-    text = f"{_ON_DEMAND} {writes} of {count} writes and {reads} of {count} reads go to the wrong "
-    text += "place, and report success. Portus never uses it"
-    advice = "let no other program use on-demand paging there; a newer kernel may be right"
-    yield MachineFinding(TOPIC, device, text, advice)
 
 
-def _wrong(domain: Domain, *, on_demand: bool) -> tuple[int, int]:
-    """Return how many writes and how many reads went wrong. Raises ``TransportError``."""
+def _wrong(domain: Domain) -> int:
+    """Return how many writes and reads went wrong. Raises ``TransportError``."""
     pairs = [domain.queue_pair(), domain.queue_pair()]
     for pair, other in itertools.permutations(pairs):
         pair.connect(other.endpoint, remote=True)
     pages = [mmap.mmap(-1, SIZE) for _ in pairs]
     near, far = (
         domain.register(
-            np.frombuffer(each, np.uint8).ctypes.data,
-            SIZE,
-            remote=is_far,
-            writable=True,
-            on_demand=is_far and on_demand,
+            np.frombuffer(each, np.uint8).ctypes.data, SIZE, remote=is_far, writable=True
         )
         for each, is_far in zip(pages, (False, True), strict=True)
     )
     try:
-        writes = count_misplaced(pairs[0], near, far, writes=True)
-        return writes, count_misplaced(pairs[0], near, far, writes=False)
+        return sum(count_misplaced(pairs[0], near, far, writes=each) for each in (True, False))
     finally:
         for pair in pairs:
             pair.close()

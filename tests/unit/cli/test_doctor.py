@@ -107,8 +107,7 @@ def test_rdma_ports_are_told_with_their_state(machine: Machine) -> None:
 
 
 class Paging:
-    """A queue pair that forgets where in its page a far place is, as on-demand paging of Soft-RoCE
-    does; or one that is right."""
+    """A queue pair that forgets where in its page a far place is; or one that is right."""
 
     def __init__(self, *, is_right: bool) -> None:
         self._is_right = is_right

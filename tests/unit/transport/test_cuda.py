@@ -44,9 +44,7 @@ class Refusing(Registry):
     def register_dmabuf(self, descriptor: int, offset: int, length: int) -> Region:
         raise TransportError("cannot register a dmabuf: Operation not supported")
 
-    def register(
-        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
-    ) -> Region:
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
         if start not in self._known:
             raise TransportError("cannot register: Bad address")
         return super().register(start, length, remote=remote, writable=writable)

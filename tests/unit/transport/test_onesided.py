@@ -108,9 +108,7 @@ class Registry(Domain):
         os.fstat(descriptor)
         return self.register(offset, length, remote=True, writable=False)
 
-    def register(
-        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
-    ) -> Region:
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
         if length > self._room:
             raise TransportError(f"cannot register {length} bytes")
         self.made += 1

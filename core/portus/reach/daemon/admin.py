@@ -68,17 +68,11 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     wait_s: float
 
 
-class Reopen(msgspec.Struct, frozen=True, tag=True):
-    """Open a pool that accepts no more writes again, if every byte of it is right."""
-
-    tenant: str
-
-
 class Reload(msgspec.Struct, frozen=True, tag=True):
     """Read secrets, quotas and certificates again."""
 
 
-Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reopen | Reload
+Asked: TypeAlias = Look | Kick | ReadOnly | Drain | Reload
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,10 +213,6 @@ class AdminSocket:
         if isinstance(asked, Drain):
             pools.draining = asked.on
             return RequestDone(pools.quiet(asked.wait_s) if asked.on else 0)
-        if isinstance(asked, Reopen):
-            with pools.reopening(asked.tenant) as hosted:
-                server.end_use(hosted)
-            return RequestDone(pools.of(asked.tenant).writer.medium.size)
         if isinstance(asked, Reload):
             reload(self._options, self._server)
             return RequestDone()

@@ -7,22 +7,20 @@ tenant), or ``memory:SIZE`` (plain memory for each tenant, gone when the host en
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from portus.errors import BusyError, CorruptionError, MediumError, TransportError, UsageError
+from portus.errors import BusyError, MediumError, TransportError, UsageError
 from portus.reach.daemon.mirrors import TenantMirror, TenantMirrors
 from portus.reach.daemon.objects import MEMORY, Objects
 from portus.reach.daemon.replicas import OtherHost, Replica
 from portus.reach.daemon.secrets import read_words
 from portus.reach.format.layout import DATA_START
-from portus.reach.index.check import CheckOptions, Severity, check_file
 from portus.reach.index.directory import (
     create_pool,
     is_at,
@@ -214,8 +212,6 @@ class Pools:
         self._other: Final = other
         self._mirror_wait_s: Final = mirror_wait_s
         self._read_only: Final[set[str]] = set()
-        self._shut: Final[dict[str, str]] = {}
-        """Pools that this process does not open any more: the reason, by tenant."""
         self.draining = False
         """True while no save of any tenant may begin; set by the operator."""
         self._guard: Final = threading.Lock()
@@ -239,8 +235,6 @@ class Pools:
             opening = self._opening.setdefault(tenant, threading.Lock())
         with opening:  # one at a time for each tenant; the others do not wait for it
             hosted = self._open.get(tenant)
-            if tenant in self._shut:
-                raise MediumError(errno.EIO, self._shut[tenant])
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
@@ -281,10 +275,8 @@ class Pools:
             return list(self._open.values())
 
     def poisoned_pools(self) -> dict[str, bool]:
-        """Return whether a pool accepts no more writes, by tenant: for those that are open, and
-        those that could not be opened again."""
-        found = {hosted.tenant: hosted.writer.medium.is_poisoned for hosted in self.all()}
-        return {**found, **dict.fromkeys(self._shut, True)}
+        """Return whether an open pool accepts no more writes, by tenant."""
+        return {hosted.tenant: hosted.writer.medium.is_poisoned for hosted in self.all()}
 
     def everywhere(self) -> list[tuple[str, Place | PoolReader]]:
         """Return all pools with their tenants, unused ones included: the place of each, or its
@@ -326,46 +318,6 @@ class Pools:
         if tenant in self._read_only:
             return f"the operator made tenant {tenant!r} read-only: it accepts no saves"
         return ""
-
-    @contextlib.contextmanager
-    def reopening(self, tenant: str) -> Iterator[HostedPool]:
-        """Yield a pool whose medium accepts no more writes, and open it again afterwards.
-
-        First reads every byte that its versions need from the disk, and compares it with what was
-        written; this blocks for as long. The caller ends all use of the pool inside. Raises
-        ``UsageError`` if there is no such pool, or it needs no reopening, ``CorruptionError`` if it
-        is damaged, and what opening it raises.
-        """
-        hosted = self._open.get(tenant)
-        if hosted is None or hosted.path is None or not hosted.writer.medium.is_poisoned:
-            raise UsageError(
-                f"tenant {tenant!r} has no pool here, in a file or on a device, that accepts no "
-                "more writes"
-            )
-        files = LocalFiles()
-        # Past the page cache: after a failed sync it may hold bytes that the disk never got.
-        findings = check_file(hosted.path, CheckOptions(), cached=False)
-        wrong = [each for each in findings if each.severity is Severity.ERROR]
-        if wrong:
-            raise CorruptionError(
-                f"{hosted.path}: {wrong[0]} ({len(wrong)} in all): it is not opened again. "
-                "`portus rescue` extracts what is intact"
-            )
-        with self._opening[tenant]:
-            yield hosted
-            with self._guard:
-                del self._open[tenant]
-            hosted.close(0)
-            # After a failed sync the cache may hold pages that the disk lacks; the next writer
-            # must not rely on them.
-            files.forget(hosted.path)
-            if not _same_fixed_pages(hosted.path, files):
-                self._shut[tenant] = (
-                    f"{hosted.path}: the system's cache of the first pages differs from the "
-                    "disk: stop this host, drop that cache (umount, or echo 1 > "
-                    "/proc/sys/vm/drop_caches), and start it again"
-                )
-        self.of(tenant)
 
     def _size_max(self, tenant: str) -> int | None:
         quota = self._quotas.of.get(tenant, self._quotas.others)
@@ -430,18 +382,6 @@ def parse_size(text: str) -> int:
 def parse_rate(text: str) -> int:
     """Return bytes a second: of ``50M/s``, ``50MB/s``, ``50M``. Raise ``UsageError``."""
     return parse_size(text.strip().removesuffix("/s"))
-
-
-def _same_fixed_pages(path: str, files: LocalFiles) -> bool:
-    """Return whether superblock and root slots are the same on the disk and in the system's cache:
-    a writer relies on them, and after a failed persist the two may differ."""
-    found = []
-    for medium in (files.open(path, writable=False), files.open_uncached(path)):
-        with contextlib.closing(medium):
-            pages = bytearray(DATA_START)
-            medium.load(0, memoryview(pages))
-            found.append(pages)
-    return found[0] == found[1]
 
 
 def room_bytes(hosted: HostedPool) -> int:

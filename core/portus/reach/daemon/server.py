@@ -19,9 +19,8 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from portus.errors import BusyError, MediumError, UsageError
+from portus.errors import MediumError, UsageError
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.session import GREETING_S, ServedConnection
 from portus.reach.daemon.shared_state import ConnectionStatus, House, turn_away
 from portus.reach.protocol.address import Address, Scheme
@@ -140,29 +139,6 @@ class Server:
         for link in found:
             link.close()
         return len(found)
-
-    def end_use(self, hosted: HostedPool) -> None:
-        """End all connections that use a pool, and wait until they have ended. Raise ``BusyError``
-        if one hangs, or if a device has pages of the pool pinned."""
-        until_s = time.monotonic() + STOP_S
-        with self._guard:
-            threads = []
-            for served, thread in self._served.items():
-                if served.hosted is hosted:
-                    served.link.close()
-                    threads.append(thread)
-        for thread in threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
-            raise BusyError(
-                errno.EAGAIN, f"tenant {hosted.tenant!r}: a connection hangs; try again"
-            )
-        if self.house.fabric.has_pinned(hosted):
-            raise BusyError(
-                errno.EAGAIN,
-                f"tenant {hosted.tenant!r}: a device of RDMA has pages of the pool pinned; start "
-                "this host again instead",
-            )
 
     def start(self) -> None:
         """Let clients in."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
 from typing import Final
 
 from portus.errors import (
-    BusyError,
     PortusError,
     TransportError,
     UsageError,
@@ -50,8 +48,6 @@ class ServedConnection:
         self._start_s: Final = time.perf_counter()
         self._tenant: str | None = None
         self._guest: Guest | None = None
-        self.hosted: HostedPool | None = None
-        """The pool that the client uses; None until it is let in."""
 
     def status(self) -> ConnectionStatus:
         """Return the facts of this connection as they are now. Any thread may call this."""
@@ -121,11 +117,7 @@ class ServedConnection:
         try:
             # After the proof: strangers must not take the places of those who know a secret.
             house.places.prove(self.place, hello.tenant)
-            hosted = self.hosted = house.pools.of(hello.tenant)
-            # A reopening that began before ``self.hosted`` was set did not wait for this
-            # connection.
-            if house.pools.of(hello.tenant) is not hosted:
-                raise BusyError(errno.EAGAIN, "the pool is being opened again; try again")
+            hosted = house.pools.of(hello.tenant)
         except PortusError as error:
             text, why = f"{self._peer}: {error}", str(error)
             who = {"peer": self._peer, "tenant": hello.tenant}

@@ -87,17 +87,6 @@ class LocalFiles:
                     raise
         return self.open(path, writable=False)
 
-    def forget(self, path: str) -> None:
-        """Ask the system to drop the cached pages of a file. Pages that are mapped, or not written
-        yet, stay."""
-        with contextlib.suppress(OSError, AttributeError):  # another platform
-            if stat.S_ISREG(os.stat(path).st_mode):
-                descriptor = Descriptor(path, os.O_RDONLY)
-                try:
-                    os.posix_fadvise(descriptor.number, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    descriptor.close()
-
     def link(self, source: str, target: str) -> None:
         """Make a hard link. Raise ``MediumError`` where there are none too (EPERM, EXDEV)."""
         with naming_call(f"link {source} as", target):

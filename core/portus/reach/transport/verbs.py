@@ -68,12 +68,10 @@ class Port:
 
 
 class Limits(NamedTuple):
-    """The limits of a device. ``regions``: their number, of ``region_size`` bytes each at most.
-    ``on_demand``: True if memory can be registered without being pinned."""
+    """The limits of a device. ``regions``: their number, of ``region_size`` bytes each at most."""
 
     regions: int
     region_size: int
-    on_demand: bool
 
 
 class Endpoint(NamedTuple):
@@ -166,17 +164,12 @@ class Domain:
             facts = self._context.query_device()
         self.serves: Final = min(READS_MAX, int(facts.max_qp_rd_atom))
         self.asks: Final = min(READS_MAX, int(facts.max_qp_init_rd_atom))
-        self.limits: Final = Limits(
-            int(facts.max_mr), int(facts.max_mr_size), self._pages_on_demand()
-        )
+        self.limits: Final = Limits(int(facts.max_mr), int(facts.max_mr_size))
         _ALL.add(self)
 
-    def register(
-        self, start: int, length: int, *, remote: bool, writable: bool, on_demand: bool = False
-    ) -> Region:
+    def register(self, start: int, length: int, *, remote: bool, writable: bool) -> Region:
         """Pin memory of this process. remote: for the other side, which may read it; otherwise for
-        requests posted here. writable: bytes will arrive in it. on_demand: do not pin; only to test
-        whether that works.
+        requests posted here. writable: bytes will arrive in it.
 
         Raises ``RegisterError`` if the system refuses: too much, or memory that cannot be pinned.
         """
@@ -185,7 +178,6 @@ class Domain:
         if remote:
             access |= e.IBV_ACCESS_REMOTE_READ
             access |= e.IBV_ACCESS_REMOTE_WRITE if writable else 0
-        access |= e.IBV_ACCESS_ON_DEMAND if on_demand else 0
         try:
             with _as_transport_error(f"register {length} bytes with {self.port.device}"):
                 return Region(start, length, self._verbs.MR(self._domain, length, access, start))
@@ -216,17 +208,6 @@ class Domain:
         _ALL.discard(self)  # first: other files may get its descriptors
         with _as_transport_error(f"close the RDMA device {self.port.device}"):
             self._context.close()
-
-    def _pages_on_demand(self) -> bool:
-        e = self._verbs.constants
-        try:
-            found = self._context.query_device_ex().odp_caps
-        except self._verbs.PyverbsError:  # a device without this query has none
-            return False
-        wanted = e.IBV_ODP_SUPPORT_READ | e.IBV_ODP_SUPPORT_WRITE
-        return bool(found.general_caps & e.IBV_ODP_SUPPORT) and (
-            int(found.rc_odp_caps) & wanted == wanted
-        )
 
     def leave(self) -> None:
         """Close the device's descriptors, in a forked child. Otherwise they would keep the parent's
