@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.packages import ROOT
-from tests.unit.cli.test_report import close_to, shot
+from tests.unit.cli.test_report import close_to
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -104,6 +105,33 @@ MEASURE = """<script>addEventListener("load", () => {
     getComputedStyle(document.body).backgroundColor.replaceAll(" ", ""),
     document.querySelectorAll("article h1").length].join(" ");
 })</script></body>"""
+
+
+def browser() -> str:
+    """A headless browser of this machine, or a skip that says why."""
+    for name in ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"):
+        found = shutil.which(name)
+        if found:
+            return found
+    reason = "no Chromium on this machine (Debian: chromium-headless-shell)"
+    if os.environ.get("PORTUS_BROWSER") == "required":
+        pytest.fail(f"PORTUS_BROWSER=required, and there is {reason}")
+    pytest.skip(reason)
+
+
+def shot(page: Path, picture: Path, width: int, *, dark: bool) -> str:
+    """Look at a page; what became of its document, as text."""
+    ended = subprocess.run(
+        [
+            browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={picture}.profile",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            f"--window-size={width},1600", f"--screenshot={picture}", "--dump-dom",
+            page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    return ended.stdout
 
 
 LOOKS = [

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
+import io
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from portus.cli import report_charts, report_page, words
+from portus.cli import words
 from portus.cli.in_place import in_place
 from portus.cli.options import POOL, Text, argument, option
 from portus.cli.output import Json, Output, Row, fields
-from portus.cli.report_charts import by_session, intervals
-from portus.cli.training import (
-    WHERE,
-    JournaledRun,
-    parts,
-    restart_rows,
-    state_text,
-    summary,
-    training_of,
-)
+from portus.cli.report_charts import by_session, figure, intervals
+from portus.cli.training import WHERE, JournaledRun, parts, training_of
 from portus.companions.cadence.bound import WHY
+from portus.companions.journal.account import Account
 
 WIDTH: Final = 48
 """Characters of a full bar."""
 
+RESTARTS_MAX: Final = 20
+"""Restarts to show in the text; the JSON document has all of them."""
+
+REASONS_MAX: Final = 50
+"""Decisions to show in a page, the newest; the data at its end has all of them."""
+
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+
+_PAGE: Final = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>:root {{ color-scheme: light dark; }} body {{ max-width: 72rem; margin: 1rem auto; }}
+pre {{ overflow-x: auto; }} svg {{ width: 100%; height: auto; background: #fff; }}</style></head>
+<body>{picture}
+<pre>{text}</pre>
+<script type="application/json" id="report">{data}</script></body></html>
+"""
 
 
 def command(
@@ -35,25 +50,25 @@ def command(
         "[RUN]", "the run's directory, its pool, one of its checkpoints, or its name", None
     ),
     pool: Text = POOL,
-    html: Text = option("--html FILE", "also write an HTML page"),
+    page: Text = option("--html FILE", "also write an HTML page"),
     png: Text = option("--png FILE", "also write a plot"),
 ) -> None:
     """Show where the time of a run went, and which steps each restart lost.
 
     Reads the journal beside the pool. The run may be active, killed or finished. The HTML page is
-    self-contained; the plot needs matplotlib.
+    self-contained. Page and plot need matplotlib.
     """
     seen = training_of(name, pool, output)
     made = document(seen)
-    if html is not None:
-        with in_place(html, force=True) as temporary:
-            Path(temporary).write_bytes(report_page.page(seen, made).encode())
+    if page is not None:
+        with in_place(page, force=True) as temporary:
+            Path(temporary).write_bytes(_page(seen, made).encode())
     if png is not None:
         with in_place(png, force=True) as temporary:
-            report_charts.draw(seen, temporary)
+            figure(seen).savefig(temporary, dpi=90, format="png", metadata={"Software": None})
     _show(seen, output)
     output.document(made)
-    for path in filter(None, (html, png)):
+    for path in filter(None, (page, png)):
         output.note(f"written: {path}")
 
 
@@ -113,11 +128,31 @@ def document(seen: JournaledRun) -> dict[str, Json]:
     }
 
 
+def _page(seen: JournaledRun, made: dict[str, Json]) -> str:
+    """Return the page: the text, the picture, and the JSON document."""
+    text, picture, its = io.StringIO(), io.StringIO(), seen.account
+    figure(seen).savefig(picture, format="svg", metadata={"Date": None})
+    with contextlib.redirect_stdout(text):
+        output = Output(as_json=False)
+        _show(seen, output)
+        if its.choices:
+            output.line()
+            heads = (">INTERVAL", "AFTER", ">AT STEP", "BECAUSE OF", ">A STEP", ">A SAVE", ">ADDED")
+            output.table(heads, _reason_rows(its))
+    return _PAGE.format(
+        title=html.escape(f"{seen.title}: goodput {its.goodput:.1%}"),
+        text=html.escape(text.getvalue()),
+        picture=picture.getvalue()[picture.getvalue().index("<svg") :],
+        # A name with "</script>" in it would end the data.
+        data=json.dumps(made).replace("<", "\\u003c"),
+    )
+
+
 def _show(seen: JournaledRun, output: Output) -> None:
     its = seen.account
-    output.line(f"{seen.title}: begun {words.moment(its.begun_ns)}; {state_text(seen)}")
+    output.line(f"{seen.title}: begun {words.moment(its.begun_ns)}; {_state_text(seen)}")
     output.line()
-    for name, text in summary(seen):
+    for name, text in _summary(seen):
         output.line(f"{name:8} {text}")
     output.line()
     rows: list[Row] = []
@@ -134,7 +169,8 @@ def _show(seen: JournaledRun, output: Output) -> None:
         output.line(f"  now {newest.interval}: {WHY.get(newest.reason, newest.reason)}")
     if its.restarts:
         output.line()
-        output.table((">RESTART", "AT", "RESUMED FROM", ">LOST", "", ">DOWN"), restart_rows(its))
+        heads = (">RESTART", "AT", "RESUMED FROM", ">LOST", "", ">DOWN")
+        output.table(heads, _restart_rows(its))
 
 
 def _show_course(
@@ -162,3 +198,67 @@ def sparks(sessions: Sequence[Sequence[float]]) -> str:
     return " ".join(
         "".join(_BLOCKS[max(1, round(8 * value / top))] for value in each) for each in few
     )
+
+
+def _state_text(seen: JournaledRun) -> str:
+    """Return whether a run is active, and when it was last active."""
+    its = seen.account
+    last = its.sessions[-1]
+    time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
+    if seen.is_running:
+        return f"runs; its last step ended {words.age(time_ns)}"
+    how = "ended normally" if last.is_closed else "was killed"
+    return f"{how} {words.age(time_ns)}, at step {its.steps}"
+
+
+def _summary(seen: JournaledRun) -> list[tuple[str, str]]:
+    """Return the names and texts of the lines above a report."""
+    its = seen.account
+    blocked, median = words.seconds(its.blocked_s), words.seconds(its.median_blocked_s)
+    restarts = words.count(len(its.restarts), "restart")
+    lines = [
+        ("run", seen.name),
+        ("goodput", f"{its.goodput:.1%} of {words.seconds(its.wall_s)}; {its.goodput_up:.1%} of "
+                    "the time in which it ran"),
+        ("steps", f"{its.steps} kept, {its.lost_steps} lost at {restarts}; {its.pending_steps} "
+                  "after the newest version"),
+        ("saves", f"{its.committed} committed, {its.failed} failed; they added "
+                  f"{its.overhead:.2%} to the time of steps"),
+        ("blocked", f"{blocked} in all, {median} a save (median); copied in "
+                    f"{words.seconds(its.copy_s)}"),
+        ("bytes", f"{words.size(seen.written_bytes)} written, {words.size(seen.shared_bytes)} "
+                  "found in versions before"),
+    ]  # fmt: skip
+    if its.earlier:
+        earlier = words.count(its.earlier, "earlier training")
+        lines.append(("before", f"{earlier}, not counted here"))
+    damaged = sum(each.damaged for each in seen.journals)
+    if damaged:
+        lines.append(("damaged", f"{words.count(damaged, 'line')} of the journal, skipped"))
+    return lines
+
+
+def _restart_rows(its: Account) -> list[Row]:
+    """Return the newest restarts for people."""
+    rows: list[Row] = []
+    for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
+        origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"
+        steps = f"{'' if each.is_exact else 'at least '}{words.count(each.lost_steps, 'step')}"
+        lost = words.seconds(each.lost_s) if each.lost_steps else ""
+        moment, down = words.moment(each.time_ns), words.seconds(each.down_s)
+        rows.append((str(number), moment, origin, steps, lost, down))
+    return rows
+
+
+def _reason_rows(its: Account) -> list[Row]:
+    """Return the newest decisions on the interval."""
+    rows: list[Row] = []
+    for each in its.choices[-REASONS_MAX:]:
+        line, after = each.line, words.seconds(each.time_s)
+        step = None if line.step_s is None else words.seconds(line.step_s)
+        cost = None if line.cost_s is None else words.seconds(max(0.0, line.cost_s))
+        added = f"{line.overhead:.2%} of {line.max_overhead:.2%}"
+        rows.append(
+            (line.interval, after, each.at, WHY.get(line.reason, line.reason), step, cost, added)
+        )
+    return rows

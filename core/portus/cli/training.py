@@ -1,4 +1,4 @@
-"""The training that a report covers, and the facts that the report shows."""
+"""The training that a report covers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from portus.cli import words
 from portus.cli.output import Output, error_line
 from portus.cli.pools import find_pool, nearest
 from portus.companions.journal.account import Account, account
@@ -21,9 +20,6 @@ from portus.reach.media.dax import is_device
 from portus.reach.places.directory import journals_inside
 from portus.reach.places.opening import journals_of
 from portus.reach.protocol.address import is_address
-
-RESTARTS_MAX: Final = 20
-"""Restarts to show in the text; the JSON document has all of them."""
 
 WHERE: Final = {
     "kept": "steps that are kept",
@@ -205,53 +201,3 @@ def parts(its: Account) -> list[tuple[str, float]]:
     """Return the parts of the time, in seconds, in the order of ``WHERE``."""
     values = (its.kept_s, its.lost_s, its.saves_s, its.down_s, its.other_s)
     return list(zip(WHERE, values, strict=True))
-
-
-def state_text(seen: JournaledRun) -> str:
-    """Return whether a run is active, and when it was last active."""
-    its = seen.account
-    last = its.sessions[-1]
-    time_ns = last.begun.time_ns + round(last.elapsed_s * 1e9)
-    if seen.is_running:
-        return f"runs; its last step ended {words.age(time_ns)}"
-    how = "ended normally" if last.is_closed else "was killed"
-    return f"{how} {words.age(time_ns)}, at step {its.steps}"
-
-
-def summary(seen: JournaledRun) -> list[tuple[str, str]]:
-    """Return the names and texts of the lines above a report."""
-    its = seen.account
-    blocked, median = words.seconds(its.blocked_s), words.seconds(its.median_blocked_s)
-    restarts = words.count(len(its.restarts), "restart")
-    lines = [
-        ("run", seen.name),
-        ("goodput", f"{its.goodput:.1%} of {words.seconds(its.wall_s)}; {its.goodput_up:.1%} of "
-                    "the time in which it ran"),
-        ("steps", f"{its.steps} kept, {its.lost_steps} lost at {restarts}; {its.pending_steps} "
-                  "after the newest version"),
-        ("saves", f"{its.committed} committed, {its.failed} failed; they added "
-                  f"{its.overhead:.2%} to the time of steps"),
-        ("blocked", f"{blocked} in all, {median} a save (median); copied in "
-                    f"{words.seconds(its.copy_s)}"),
-        ("bytes", f"{words.size(seen.written_bytes)} written, {words.size(seen.shared_bytes)} "
-                  "found in versions before"),
-    ]  # fmt: skip
-    if its.earlier:
-        earlier = words.count(its.earlier, "earlier training")
-        lines.append(("before", f"{earlier}, not counted here"))
-    damaged = sum(each.damaged for each in seen.journals)
-    if damaged:
-        lines.append(("damaged", f"{words.count(damaged, 'line')} of the journal, skipped"))
-    return lines
-
-
-def restart_rows(its: Account) -> list[tuple[str, ...]]:
-    """Return the newest restarts for people."""
-    rows: list[tuple[str, ...]] = []
-    for number, each in list(enumerate(its.restarts, 1))[-RESTARTS_MAX:]:
-        origin = "the start" if each.resumed_step is None else f"step {each.resumed_step}"
-        steps = f"{'' if each.is_exact else 'at least '}{words.count(each.lost_steps, 'step')}"
-        lost = words.seconds(each.lost_s) if each.lost_steps else ""
-        moment, down = words.moment(each.time_ns), words.seconds(each.down_s)
-        rows.append((str(number), moment, origin, steps, lost, down))
-    return rows
