@@ -11,7 +11,7 @@ import pytest
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
 from portus.reach.media.pool import FileStatus, FileSystem
-from portus.testing.contract import SIZE, assert_raises, load
+from tests.contract.media import SIZE, assert_raises, load
 
 
 class FilesContract(abc.ABC):

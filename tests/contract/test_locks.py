@@ -14,7 +14,7 @@ import pytest
 from portus.errors import BusyError, UsageError
 from portus.reach.media.lock import FileLocks, ProcessLocks
 from portus.reach.media.pool import Locks
-from portus.testing.contract import assert_raises
+from tests.contract.media import assert_raises
 
 
 class LocksContract(abc.ABC):

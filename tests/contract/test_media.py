@@ -19,7 +19,7 @@ from portus.reach.media.file import MAPPED_FILE, MappedFile, PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pool import SparseMedium
 from portus.reach.media.space import MEMORY, WORD, Memory, SpaceMedium
-from portus.testing.contract import (
+from tests.contract.media import (
     MappedMediumContract,
     MediumContract,
     SparseMediumContract,

@@ -26,7 +26,7 @@ from portus.reach.media.dax import (
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.pmem import Libpmem, processor
 from portus.reach.media.pool import SparseMedium
-from portus.testing.contract import MappedMediumContract, SparseMediumContract, assert_raises
+from tests.contract.media import MappedMediumContract, SparseMediumContract, assert_raises
 from tests.hardware.conftest import DEVDAX, EXPANDER, FSDAX
 
 pytestmark = [pytest.mark.pmem, pytest.mark.timeout(600)]

@@ -15,8 +15,8 @@ from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError
 from portus.reach.media.pool import FileSystem, SparseMedium
-from portus.testing.contract import SparseMediumContract
 from tests.contract.files import FilesContract
+from tests.contract.media import SparseMediumContract
 from tests.simulation.crash import (
     Crash,
     CrashFiles,

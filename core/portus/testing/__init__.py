@@ -1,1 +1,1 @@
-"""Tests that every medium and every place must pass."""
+"""Tests that every place must pass."""

@@ -35,7 +35,7 @@ from portus.reach.media.file import (
 )
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.space import Memory
-from portus.testing.contract import assert_raises, load
+from tests.contract.media import assert_raises, load
 from tests.page_cache import forget, in_memory
 from tests.unit.conftest import SMALL_BYTES, Mount
 

@@ -23,8 +23,8 @@ from portus.engine.spec import Extent
 from portus.errors import MediumError, UsageError
 from portus.reach.media.file import MAPPED_FILE
 from portus.reach.media.local import LocalFiles
-from portus.testing.contract import load
 from tests.contract.files import assert_errno
+from tests.contract.media import load
 from tests.unit.conftest import SMALL_BYTES, Mount
 
 F_TYPES = {"ext2": 0xEF53, "ext4": 0xEF53, "tmpfs": 0x01021994, "overlay": 0x794C7630}
