@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from typing import Final
 
 from portus.cli import files, words
 from portus.cli.options import POOL_ARGUMENT, POOL_OR_MIRROR, Text, flag
 from portus.cli.output import Json, Output, Row, error_line, fields, newest_rows
 from portus.cli.pools import only_place, open_places, table_document, version_document
-from portus.cli.training import directories_of, files_of, runs_in
 from portus.errors import CorruptionError, PortusError, StaleError
 from portus.reach.index.file_table import FileTable
-from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.places.base import OpenPlace, StoredCheckpoint
 
 NEWEST: Final = 10
 """Versions of a model to list, unless the user asks for all."""
-
-SHOWN: Final = 3
-"""Files of a training to name."""
 
 
 def command(
@@ -34,12 +27,9 @@ def command(
     where = only_place(place, pool)
     directory = files.find_files(where, None)
     if directory is not None:
-        listed = files.ls(directory, every, output)
-        hidden = os.path.join(directory, DEFAULT_DIRECTORY)
-        ended = _show_runs(Place.parse(hidden), output) if os.path.isdir(hidden) else []
-        output.document({"directories": listed, "pools": [], "ended": ended})
+        output.document({"directories": files.ls(directory, every, output), "pools": []})
         return
-    documents, failed, ended = list[Json](), list[Json](), list[Json]()
+    documents, failed = list[Json](), list[Json]()
     with open_places(where) as places:
         for each in places.all():
             try:
@@ -47,10 +37,8 @@ def command(
             except PortusError as error:
                 failed.append({"path": each.place.path, "error": output.skip(error)})
     if not documents and not failed:
-        ended = _show_runs(places.place, output)
-        if not ended:
-            output.line(f"{places.place}: no pools yet; the first save makes one")
-    output.document({"pools": documents + failed, "ended": ended})
+        output.line(f"{places.place}: no pools yet; the first save makes one")
+    output.document({"pools": documents + failed})
 
 
 def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) -> Json:
@@ -110,22 +98,6 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
         output.line(f"the last save that failed: {usage.failure}")
     listed: list[Json] = [{"name": model, **own} for model, own in sorted(models.items())]
     return {"path": place.place.path, "models": listed, **about}
-
-
-def _show_runs(place: Place, output: Output) -> list[Json]:
-    """Show the trainings that saved here, and their files; return their JSON documents."""
-    found, failed = runs_in(directories_of(place))
-    for error in failed:
-        output.note(f"portus: skipped: {error_line(error)}")
-    documents: list[Json] = []
-    for name, journals in sorted(found.items()):
-        paths = files_of(journals)
-        documents.append({"run": name, "files": list[Json](paths)})
-        shown = ", ".join(map(words.path, paths[-SHOWN:]))
-        more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
-        now = f"its files are {shown}{more}" if paths else "none of its files is there"
-        output.line(f"{name}: {now} (portus report {shlex.quote(name)})")
-    return documents
 
 
 def _table(version: StoredCheckpoint, output: Output) -> FileTable | None:

@@ -66,7 +66,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
     that cannot be read. Raises ``UsageError`` if there is none, or several, and what reading
     raises."""
     directories, where = _find_journals(run, pool)
-    found, failed = runs_in(directories)
+    found, failed = _runs_in(directories)
     chosen = _choose_runs(run, found)
     if failed and not chosen:
         raise failed[0]
@@ -96,7 +96,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
     return JournaledRun(name, tuple(journals), made, written, shared)
 
 
-def runs_in(
+def _runs_in(
     directories: Iterable[str],
 ) -> tuple[dict[str, list[FoundJournal]], list[PortusError]]:
     """Return the journals of each run in these directories, and the errors of unreadable ones."""
@@ -122,7 +122,7 @@ def _find_journals(run: str | None, pool: str | None) -> tuple[Sequence[str], st
     """
     if run is None or is_address(run):
         place = find_pool(pool) if run is None else Place.parse(run)
-        return directories_of(place), place.path
+        return journals_of(place, nearest(os.getcwd())), place.path
     path = os.path.abspath(os.path.expanduser(run))
     if not os.path.exists(path):
         if os.path.isabs(os.path.expanduser(run)):
@@ -139,7 +139,7 @@ def _find_journals(run: str | None, pool: str | None) -> tuple[Sequence[str], st
         place = Place.parse(path)
     else:
         place = find_pool(pool, near=path)
-    return directories_of(place), place.path
+    return journals_of(place, nearest(os.getcwd())), place.path
 
 
 def _choose_runs(run: str | None, found: dict[str, list[FoundJournal]]) -> Collection[str]:
@@ -173,11 +173,6 @@ def _files(journals: Iterable[FoundJournal]) -> set[str]:
     }
 
 
-def files_of(journals: Iterable[FoundJournal]) -> list[str]:
-    """Return the checkpoints of a run that are still where they were saved."""
-    return sorted(path for path in _files(journals) if os.path.exists(path))
-
-
 def _is_below(path: str, directory: str) -> bool:
     return os.path.commonpath([path, directory]) == directory
 
@@ -190,11 +185,6 @@ def _in_directory(path: str) -> Sequence[str]:
     own = journals_inside(path) or journals_inside(os.path.join(path, DEFAULT_DIRECTORY))
     above = nearest(path)
     return own or ([] if above is None else journals_inside(above))
-
-
-def directories_of(place: Place) -> list[str]:
-    """Return the directories of the journals of a place."""
-    return journals_of(place, nearest(os.getcwd()))
 
 
 def parts(its: Account) -> list[tuple[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,7 @@ import torch
 
 from portus.cli import words
 from portus.companions.shelf import Shelf
-from portus.engine.job.settings import Settings
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.reach.training.training_files import TrainingFiles
 from tests.unit.cli.scene import Run, portus, portus_json, state
 
 
@@ -86,21 +83,6 @@ def test_no_pool_is_an_error_that_says_what_to_do(
     document = portus_json("ls", tmp_path / "nothing", code=2)
     assert document["error"]["kind"] == "UsageError"
     assert document["error"]["exit_code"] == 2
-
-
-def test_a_training_that_ended_is_said_with_where_its_files_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with contextlib.closing(TrainingFiles(Settings())) as files:
-        files.begin("run", str(tmp_path / ".portus"), str(tmp_path))
-        files.save({"x": torch.zeros(3)}, str(tmp_path / "last.ckpt"), 1).wait()
-    said = portus("ls")
-    assert said.code == 0
-    assert "run: its files are last.ckpt (portus report run)" in said.out
-    document = portus_json("ls")
-    assert document["pools"] == []
-    assert document["ended"] == [{"run": "run", "files": [str(tmp_path / "last.ckpt")]}]
 
 
 def test_a_place_where_nothing_was_saved_yet_is_said_to_have_no_pools_yet(tmp_path: Path) -> None:
