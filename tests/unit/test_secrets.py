@@ -113,7 +113,6 @@ COMMANDS = (
     ["report", "{}"],
     ["verify", "{}"],
     ["verify", "--pool", "{}"],
-    ["scrub", "{}"],
     ["export", "{}", "out"],
     ["export", "m", "out", "--pool", "{}"],
     ["gc", "--pool", "{}"],

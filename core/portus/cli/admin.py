@@ -129,7 +129,7 @@ def _ask(host: str, asked: Asked, kind: type[Kind], wait_s: float | None = 60.0)
 def _row(tenant: Tenant) -> Row:
     state = []
     if tenant.poisoned:
-        state = ["accepts no writes: portus scrub, then start the host again"]
+        state = ["accepts no writes: portus verify --rate, then start the host again"]
     elif tenant.read_only:
         state = ["read-only"]
     if tenant.mirror_missing:

@@ -22,7 +22,6 @@ _GROUPS: Final = {
         "export": "write one as its own file, or in another format",
         "rm": "delete one",
         "gc": "remove what killed processes left",
-        "scrub": "verify slowly, from the disk: for cron",
         "report": "show where the time of a run went",
         "doctor": "check this machine: what to change, and how fast it is",
     },

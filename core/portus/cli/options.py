@@ -80,5 +80,5 @@ POOL_ARGUMENT: Final = argument("[POOL]", "the same as --pool; or a directory of
 POOL_OR_MIRROR: Final = option("--pool -p PATH|MIRROR", _OR_MIRROR)
 TARGET: Final = argument("MODEL[@STEP]", "a version, a file, a pointer, or MIRROR/MODEL[@STEP]")
 OPTIONAL_TARGET: Final = argument(
-    "[MODEL[@STEP]]", "a model, a version, a file or a directory; default: all", None
+    "[MODEL[@STEP]]", "a model, a version, a file, a directory or a pool; default: all", None
 )

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 FOUND: Final = 1
 USAGE: Final = 2
 MEND: Final = 3
-ROT: Final = 4
 MEDIUM: Final = 74
 BUSY: Final = 75
 INTERRUPTED: Final = 130
@@ -39,7 +38,7 @@ BROKEN_PIPE: Final = 141
 
 EXIT_CODES: Final = (
     "Exit codes: 0 success; 1 damage was found; 2 wrong usage: change the call; 3 nothing is lost, "
-    "but a repair is pending, which the next writer of the pool makes; 4 a scrub found damage; "
+    "but a repair is pending, which the next writer of the pool makes; "
     "74 the machine refused (no space, no permission, a failing disk); 75 another process holds "
     "the pool, or changed it meanwhile: try again; 130 interrupted."
 )

@@ -67,8 +67,8 @@ def nearest(start: str) -> str | None:
 def open_places(
     pool: str | None, target: str | None = None, *, whole: bool = False, mirrors: bool = True
 ) -> Places:
-    """Open the places that may have ``target``, or all. whole: ``target`` may be the address of a
-    place. mirrors: the place may be one of mirrors. Raises ``UsageError``."""
+    """Open the places that may have ``target``, or all. whole: ``target`` may be a place. mirrors:
+    the place may be one of mirrors. Raises ``UsageError``."""
     if target is not None:
         pool, target = place_and_target(target, pool, whole=whole)
     place = find_pool(pool, mirrors=mirrors, target=target)

@@ -61,7 +61,7 @@ def test_no_command_prints_what_moves_a_cursor(pool: Path) -> None:
         ["show", f"{EVIL}@1"],
         ["show", f"no such {EVIL}"],
         ["verify"],
-        ["scrub"],
+        ["verify", "--rate", "1G/s"],
         ["gc", "--dry-run"],
         ["rm", f"{EVIL}@1"],
         ["export", f"{EVIL}@2", "out.pt"],

@@ -186,7 +186,7 @@ def test_verify_reads_every_byte_of_a_mirror_and_names_what_is_damaged(scene: Sc
     assert not document["healthy"]
     assert not all(each["healthy"] for each in document["pools"])
     assert any(each["error"] for each in document["pools"])
-    assert portus("scrub", "--pool", scene.url).code == 2
+    assert portus("verify", scene.url, "--rate", "1G/s").code == 2
 
 
 def test_verify_names_a_file_that_portus_could_do_without_and_others_could_not(

@@ -128,7 +128,7 @@ def test_help_names_every_command() -> None:
 
 def test_there_is_a_command_of_each_kind() -> None:
     assert {"ls", "show", "rm", "gc"} <= {*taking("PATH|MIRROR")}
-    assert {"report", "scrub"} <= {*POOLS_ALONE}
+    assert "report" in POOLS_ALONE
 
 
 def test_the_reference_page_is_made_from_the_commands() -> None:

@@ -77,7 +77,7 @@ def test_tables_are_listed_shown_and_verified(pool: Pool) -> None:
     assert f"\nbatch   {wanted}\n" in said.out
     [mark] = portus_json("show", "embedding marks@2", "--pool", path)["versions"]
     assert mark["batches"]["tables"] == 2
-    for command in (("verify", "--pool", path), ("scrub", path)):
+    for command in (("verify", "--pool", path), ("verify", path, "--rate", "1G/s")):
         said = portus(*command)
         assert said.code == 0, said
         assert ": healthy; " in said.out

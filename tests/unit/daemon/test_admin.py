@@ -221,7 +221,7 @@ def test_after_an_error_of_the_disk_a_pool_takes_no_saves_until_the_host_starts_
         assert (gauge(server), page(server, "/healthz")) == (1, ill)
         assert portus_json("admin", desk)["tenants"][0]["poisoned"]
         assert "start the host again" in command("admin", desk).out
-        assert command("scrub", place, "--rate", "1G/s").code == 0
+        assert command("verify", place, "--rate", "1G/s").code == 0
     with started(options, desk) as server, saver(server) as run:
         save(run, 3)
         assert (gauge(server), page(server, "/healthz")) == (0, ("200 OK", "ok\n"))

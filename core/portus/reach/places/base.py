@@ -106,7 +106,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckPace:
-    """The pace of a check: as fast as possible; or, for a scrub, from the medium itself, at
+    """The pace of a check: as fast as possible; or from the medium itself, at
     ``bytes_per_s`` at most, reporting each finding immediately."""
 
     bytes_per_s: int | None = None

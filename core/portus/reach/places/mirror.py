@@ -195,7 +195,7 @@ class MirrorPlace(OpenPlace):
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
         """Yield checks, see ``OpenPlace``: one for each version, since manifests may be damaged."""
         if pace.bytes_per_s is not None:
-            raise UsageError(f"{self.place}: scrub takes pools only; portus verify reads a mirror")
+            raise UsageError(f"{self.place}: --rate is for files and pools, not for a mirror")
         found = self.list() if chosen is None else chosen
         for model, damage in self._damage.items():
             if damage:

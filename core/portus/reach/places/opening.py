@@ -9,7 +9,8 @@ from typing import Final
 
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import pools_at
-from portus.reach.index.place import Place, PlaceKind, load_class
+from portus.reach.index.place import SUFFIX, Place, PlaceKind, load_class
+from portus.reach.media.dax import is_device
 from portus.reach.mirror.address import is_store, parse
 from portus.reach.mirror.mirrors import resolve
 from portus.reach.places.base import OpenPlace, StoredCheckpoint
@@ -146,12 +147,14 @@ def place_and_target(
     target: str, pool: str | None, *, whole: bool = False
 ) -> tuple[str | None, str | None]:
     """Return the place, as ``--pool`` names it, and the target there: the URL of a version in a
-    mirror contains both. whole: the address of a place is allowed, for all checkpoints in it; then
-    the target is None. Raises ``UsageError``."""
+    mirror contains both. whole: a place is allowed, for all checkpoints in it; then the target is
+    None. Raises ``UsageError``."""
     if is_address(target):
         if whole and pool is None:
             return target, None
         raise UsageError(f"{target} is a storage host: name a model, and pass --pool {target}")
+    if whole and pool is None and _has_pools(target):
+        return target, None
     if pool is not None or not is_store(target):
         return pool, target
     if whole:
@@ -161,6 +164,12 @@ def place_and_target(
     found = resolve(target, "mirror")
     step = "" if found.step is None else f"@{found.step}"
     return str(found.address), found.model + step
+
+
+def _has_pools(path: str) -> bool:
+    if os.path.isdir(path):
+        return bool(pools_at(Place.parse(path)))
+    return is_device(path) or (path.endswith(SUFFIX) and os.path.isfile(path))
 
 
 def newest(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
