@@ -92,8 +92,8 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             "seconds_each": its.step_s,
         },
         "saves": {
-            **fields(its, "committed", "failed", "blocked_s", "copy_s"),
-            **fields(seen, "written_bytes", "shared_bytes"),
+            **fields(its, "committed", "failed", "blocked_s", "copy_s", "shared_bytes"),
+            "written_bytes": its.copied_bytes,
         },
         "restarts": [
             {
@@ -226,7 +226,7 @@ def _summary(seen: JournaledRun) -> list[tuple[str, str]]:
                   f"{its.overhead:.2%} to the time of steps"),
         ("blocked", f"{blocked} in all, {median} a save (median); copied in "
                     f"{words.seconds(its.copy_s)}"),
-        ("bytes", f"{words.size(seen.written_bytes)} written, {words.size(seen.shared_bytes)} "
+        ("bytes", f"{words.size(its.copied_bytes)} written, {words.size(its.shared_bytes)} "
                   "found in versions before"),
     ]  # fmt: skip
     if its.earlier:

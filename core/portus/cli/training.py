@@ -33,14 +33,11 @@ WHERE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class JournaledRun:
-    """A run and its journals. ``written_bytes``: bytes that its saves stored; ``shared_bytes``:
-    bytes that they found in an older version."""
+    """A run and its journals."""
 
     name: str
     journals: tuple[FoundJournal, ...]
     account: Account
-    written_bytes: int
-    shared_bytes: int
 
     @property
     def title(self) -> str:
@@ -91,9 +88,7 @@ def training_of(run: str | None, pool: str | None, output: Output) -> JournaledR
     made = account([line for each in journals for line in each.lines])
     if made is None:
         raise UsageError(f"{where}: the journal of {name!r} has no session that can be read")
-    own = [each for each in (account(journal.lines) for journal in journals) if each is not None]
-    written, shared = sum(e.copied_bytes for e in own), sum(e.shared_bytes for e in own)
-    return JournaledRun(name, tuple(journals), made, written, shared)
+    return JournaledRun(name, tuple(journals), made)
 
 
 def _runs_in(

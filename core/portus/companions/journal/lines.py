@@ -2,8 +2,8 @@
 
 A line is the crc32 of the text after the space, 8 hex digits, and one JSON object: its ``kind``,
 and fields by name. Lines are only added. Readers skip an incomplete line at the end, which was
-being written, damaged lines, which they count, and kinds that this Portus does not know. A line
-before each session has the format; readers refuse a journal of a newer format.
+being written, and damaged lines, which they count. A line before each session has the format;
+readers refuse a journal of a newer format.
 
 Moments ``at_s`` are seconds of the machine's clock since its boot, sleep included: that clock
 cannot be set. ``time_ns`` is the wall clock, read once for each session; it places sessions of
@@ -164,19 +164,7 @@ class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_f
 
 Line = SessionBegun | Saved | Failed | IntervalDecided | SessionEnded | FoldedLines
 
-_ANY: Final = Head | Line
-_DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(_ANY)
-
-
-class _Kind(msgspec.Struct):
-    kind: str
-
-
-_KIND: Final = msgspec.json.Decoder(_Kind)
-_KINDS: Final = frozenset(
-    str(each.__struct_config__.tag)
-    for each in (Head, SessionBegun, Saved, Failed, IntervalDecided, SessionEnded, FoldedLines)
-)
+_DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(Head | Line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +201,7 @@ def decode(data: bytes, name: str) -> JournalContents:
         )
     if not heads:
         raise CorruptionError(f"{name}: expected a journal, found no line that says its format")
-    lines = tuple(each for each in known if not isinstance(each, Head | _Kind))
+    lines = tuple(each for each in known if not isinstance(each, Head))
     return JournalContents(heads[0], lines, damaged=len(found) - len(known))
 
 
@@ -242,19 +230,13 @@ def read_beat(data: bytes, name: str) -> tuple[SessionBegun, SessionEnded]:
     return begun, max(ends, key=lambda each: (each.steps, each.at_s))
 
 
-def _decode_line(line: bytes) -> Head | Line | _Kind | None:
-    """Return the content of a line; its kind alone, if only a later Portus of this format writes
-    that; None for a damaged line."""
+def _decode_line(line: bytes) -> Head | Line | None:
+    """Return the content of a line; None for a damaged one."""
     mark, text = line[:8], line[9:]
     if len(line) >= LINE_MAX or line[8:9] != b" " or b"%08x" % zlib.crc32(text) != mark:
         return None
     try:
         return _DECODER.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        pass
-    try:
-        found = _KIND.decode(text)
-        return None if found.kind in _KINDS else found
     except (msgspec.DecodeError, RecursionError):
         return None
 
