@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import statistics
@@ -21,7 +22,7 @@ from portus.cli import loopback, words
 from portus.cli.machine import Machine, MachineFinding
 from portus.cli.options import Texts, argument
 from portus.cli.output import Output, error_line
-from portus.cli.pools import find_pool, refuse_pointer
+from portus.cli.pools import nearest, refuse_pointer
 from portus.engine.copying.local import copy
 from portus.engine.copying.segments import Source, Stop
 from portus.engine.image.image import Image
@@ -32,7 +33,7 @@ from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.ways import TRIES, Kind, Way, Ways
 from portus.errors import PortusError, UsageError, mask
 from portus.reach.index.directory import pools_at
-from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.media.dax import is_device
 from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import OpenPlace
@@ -43,6 +44,8 @@ SIZE: Final = 128 << 20
 
 # The median of these counts.
 ROUNDS: Final = 3
+
+_MEMORY: Final = "/dev/shm"
 
 ADAPTERS: Final = "portus.doctor"
 """The entry points by which adapters add findings."""
@@ -79,43 +82,29 @@ def command(
 ) -> None:
     """Check this machine: what to change, and how fast it is. The verdict comes first."""
     pools: dict[str, MachineFinding] = {}
-    to_measure: dict[str, None] = {}
+    measured: dict[str, Speeds] = {}
     elsewhere: dict[str, str] = {}
     failed: dict[str, str] = {}
-    shown: list[MachineFinding] = []
-    for text in places or ():
+    for text in places or _default_places():
+        name = mask(text, is_address="://" in text)
         try:
             pool, directory = _targets(text)
+            if places or text != _MEMORY:  # others may have pools there
+                pools.update((each.name, each) for each in pools_of(pool))
+            if directory is None:
+                elsewhere[pool.path] = _ELSEWHERE
+            elif directory not in measured:
+                name = directory
+                measured[directory] = measure(directory, SIZE)
         except PortusError as error:
-            failed[mask(text, is_address="://" in text)] = error_line(error)
-            continue
-        pools.update((each.name, each) for each in _pools_of(pool))
-        if directory is None:
-            elsewhere[pool.path] = _ELSEWHERE
-        else:
-            to_measure[directory] = None
-    if not places:
-        pools = {each.name: each for each in pools_here()}
-        place = Place.parse(None).local_path or os.getcwd()
-        # The default place may not exist before the first save.
-        while not (os.path.isdir(place) or is_device(place)):
-            place = os.path.dirname(place)
-        to_measure = dict.fromkeys([place, *filter(os.path.isdir, ["/dev/shm"])])
-    measured = []
-    for directory in to_measure:
-        try:
-            measured.append(measure(directory, SIZE))
-        except PortusError as error:
-            failed[directory] = error_line(error)
-        else:
-            shown += _speed_findings(measured[-1])
+            failed[name] = error_line(error)
     frameworks = list(adapters(entry_points(group=ADAPTERS)))
     machine = [*Machine().findings(), *loopback.loopback_findings()]
     found = [*frameworks, *pools.values(), *machine]
     advice = [f"{each.topic} {each.name}: {each.advice}" for each in found if each.advice]
     advice += [
         f"{each.place}: a pool there survives its process, but not a power loss"
-        for each in measured
+        for each in measured.values()
         if each.volatile
     ]
     advice += [f"place {each}: not measured: {why}" for each, why in failed.items()]
@@ -123,12 +112,13 @@ def command(
     for line in advice:
         output.line(f"- {line}")
     output.line()
-    for finding in (*frameworks, *shown, *pools.values(), *machine):
+    speeds = itertools.chain(*map(_speed_findings, measured.values()))
+    for finding in (*frameworks, *speeds, *pools.values(), *machine):
         output.line(f"{finding.topic:17} {finding.name:16} {finding.text}")
     output.document(
         {
             "found": [asdict(each) for each in found],
-            "places": [asdict(each) for each in measured],
+            "places": [asdict(each) for each in measured.values()],
             "not_measured": {**elsewhere, **failed},
             "advice": advice,
         }
@@ -136,6 +126,16 @@ def command(
 
 
 _ELSEWHERE: Final = "on a storage host, not measured from here: run `portus doctor` on its machine"
+
+
+def _default_places() -> list[str]:
+    """Return ``$PORTUS_POOL``, else the nearest ``.portus``, else this directory; and memory."""
+    named = Place.by_variable()
+    place = named.path if named is not None else nearest(os.getcwd()) or os.getcwd()
+    # The place may not exist before the first save.
+    while (named is None or named.local_path is not None) and not os.path.exists(place):
+        place = os.path.dirname(place)
+    return [place, *filter(os.path.isdir, [_MEMORY])]
 
 
 def _targets(text: str) -> tuple[Place, str | None]:
@@ -264,26 +264,11 @@ def adapters(points: Iterable[EntryPoint]) -> Iterator[MachineFinding]:
         yield from found
 
 
-def pools_here() -> Iterator[MachineFinding]:
-    """Yield the pools that a command without a place would use here."""
-    try:
-        place = find_pool(None)
-    except UsageError:
-        text = (
-            f"no {DEFAULT_DIRECTORY} here or above, and ${DIRECTORY_VARIABLE} is not set; portus "
-            "doctor POOL looks at another pool"
-        )
-        yield MachineFinding("pool", "-", text)
-    else:
-        yield from _pools_of(place)
-
-
-def _pools_of(place: Place) -> Iterator[MachineFinding]:
+def pools_of(place: Place) -> Iterator[MachineFinding]:
     """Yield the pools of a place, except devices without a pool, which ``Machine`` reports."""
     if place.local_path is None:
         yield MachineFinding("pool", place.path, _ELSEWHERE)
         return
-    is_seen = is_device(place.path)
     try:
         with Places(place, places_at(place)) as places:
             for each in places.all():
@@ -294,13 +279,9 @@ def _pools_of(place: Place) -> Iterator[MachineFinding]:
                     if is_device(path):
                         continue
                     text = f"cannot be read: {error_line(error)}"
-                    yield MachineFinding("pool", path, text, f"portus verify --pool {path}")
-                is_seen = True
+                    yield MachineFinding("pool", path, text, f"portus verify {path}")
     except PortusError as error:
         yield MachineFinding("pool", place.path, f"cannot be looked at: {error_line(error)}")
-        return
-    if not is_seen:
-        yield MachineFinding("pool", place.path, "no pool in it yet")
 
 
 def _pool(path: str, pool: OpenPlace) -> MachineFinding:

@@ -27,6 +27,7 @@ from portus.engine.spec import PAGE
 from portus.engine.writer.staged_way import set_direct
 from portus.engine.writer.ways import MEASURED_MIN
 from portus.errors import UsageError
+from portus.reach.index.place import Place
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.transport.cuda import Driver
 from portus.reach.transport.verbs import Region
@@ -241,7 +242,7 @@ def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 18)}, 30).wait()
         inside = portus_json("ls", run.net)["pools"][0]["free"]
-        net, other = doctor.pools_here()
+        net, other = doctor.pools_of(Place.parse(run.pool))
     assert net.name == str(run.net)
     more = ((100 << 20) + inside) // (10 << 20)
     assert f": space for {more} more checkpoints of 10.0" in net.text
@@ -250,15 +251,8 @@ def test_it_says_how_many_checkpoints_of_the_newest_size_there_is_room_for(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with PoolCheckpointer(run.pool / "net.portus", "net", keep=1) as trainer:
         trainer.save({"x": torch.zeros(10 << 20)}, 40).wait()
-        full = next(iter(doctor.pools_here()))
+        full = next(iter(doctor.pools_of(Place.parse(run.pool))))
     assert "free space" in full.advice
-
-
-def test_where_no_pool_is_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir("/")
-    [found] = doctor.pools_here()
-    assert (found.topic, found.name, found.advice) == ("pool", "-", "")
-    assert "portus doctor POOL looks at another pool" in found.text
 
 
 class Looked:
@@ -302,9 +296,13 @@ def test_a_pool_file_or_directory_that_is_named_is_looked_at(
     assert named.pools.keys() == {str(run.net), str(run.pool / "other.portus")}
     assert named.measured == [str(run.pool)]
     named = look(str(elsewhere))
-    assert named.pools == {str(elsewhere): "no pool in it yet"}
+    assert named.pools == {}
     assert named.measured == [str(elsewhere)]
     assert not named.not_measured
+    monkeypatch.chdir(run.root)
+    assert look().measured == [str(run.pool), "/dev/shm"]
+    monkeypatch.setenv("PORTUS_POOL", str(elsewhere / "not" / "yet"))
+    assert look().measured == [str(elsewhere), "/dev/shm"]
 
 
 def test_what_is_not_on_this_machine_is_told_and_not_measured(
