@@ -8,8 +8,11 @@ import io
 import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from portus.cli import words
 from portus.cli.in_place import in_place
@@ -18,7 +21,7 @@ from portus.cli.output import Json, Output, Row, fields
 from portus.cli.report_charts import by_session, figure, intervals
 from portus.cli.training import WHERE, JournaledRun, parts, training_of
 from portus.companions.cadence.bound import WHY
-from portus.companions.journal.account import Account
+from portus.companions.journal.account import Account, PlacedLine
 
 WIDTH: Final = 48
 """Characters of a full bar."""
@@ -91,41 +94,22 @@ def document(seen: JournaledRun) -> dict[str, Json]:
             "not_saved_yet": its.pending_steps,
             "seconds_each": its.step_s,
         },
-        "saves": {
-            **fields(its, "committed", "failed", "blocked_s", "copy_s", "shared_bytes"),
-            "written_bytes": its.copied_bytes,
-        },
+        "saves": fields(
+            its, "committed", "failed", "blocked_s", "copy_s", "copied_bytes", "shared_bytes"
+        ),
         "restarts": [
-            {
-                "at": words.moment(each.time_ns),
-                "went_on_from_step": each.resumed_step,
-                "exact": each.is_exact,
-                **fields(each, "lost_steps", "lost_s", "killed", "down_s"),
-            }
-            for each in its.restarts
+            {"moment": words.moment(each.time_ns), **asdict(each)} for each in its.restarts
         ],
-        "versions": [
-            {
-                "time_s": each.time_s,
-                "steps_done": each.at,
-                **fields(each.line, "step", "blocked_s", "copy_s", "commit_s", "total_s", "cost_s"),
-                "written_bytes": each.line.copied_bytes,
-                "shared_bytes": each.line.shared_bytes,
-            }
-            for each in its.saves
-        ],
-        "intervals": [
-            {
-                "time_s": each.time_s,
-                "steps_done": each.at,
-                **fields(each.line, "interval", "reason", "overhead", "max_overhead"),
-                **fields(each.line, "step_s", "cost_s", "save_s", "mtbf_s"),
-            }
-            for each in its.choices
-        ],
+        "versions": [_placed(each) for each in its.saves],
+        "intervals": [_placed(each) for each in its.choices],
         "earlier_trainings": its.earlier,
         "damaged_lines": sum(each.damaged for each in seen.journals),
     }
+
+
+def _placed(each: PlacedLine[Any]) -> dict[str, Json]:
+    """Return the JSON document of a line of the journal, and its place in the training."""
+    return {"time_s": each.time_s, "steps_done": each.at, **msgspec.structs.asdict(each.line)}
 
 
 def _page(seen: JournaledRun, made: dict[str, Json]) -> str:

@@ -159,9 +159,9 @@ def test_the_document_has_all_that_the_journal_says(tmp_path: Path) -> None:
     assert sum(seconds.values()) == pytest.approx(36_000, rel=0.01)
     assert len(found["restarts"]) == 7
     assert found["restarts"][0]["lost_steps"] == 85
-    assert found["restarts"][0]["went_on_from_step"] == found["versions"][19]["step"]
+    assert found["restarts"][0]["resumed_step"] == found["versions"][19]["step"]
     assert len(found["versions"]) == found["saves"]["committed"] == 273
-    assert found["saves"]["written_bytes"] == 273 * (3 << 30)
+    assert found["saves"]["copied_bytes"] == 273 * (3 << 30)
     assert {each["reason"] for each in found["intervals"]} == {"bound"}
 
 
