@@ -100,14 +100,14 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         "restarts": [
             {"moment": words.moment(each.time_ns), **asdict(each)} for each in its.restarts
         ],
-        "versions": [_placed(each) for each in its.saves],
-        "intervals": [_placed(each) for each in its.choices],
+        "versions": [_line_document(each) for each in its.saves],
+        "intervals": [_line_document(each) for each in its.choices],
         "earlier_trainings": its.earlier,
         "damaged_lines": sum(each.damaged for each in seen.journals),
     }
 
 
-def _placed(each: PlacedLine[Any]) -> dict[str, Json]:
+def _line_document(each: PlacedLine[Any]) -> dict[str, Json]:
     """Return the JSON document of a line of the journal, and its place in the training."""
     return {"time_s": each.time_s, "steps_done": each.at, **msgspec.structs.asdict(each.line)}
 
@@ -146,7 +146,8 @@ def _show(seen: JournaledRun, output: Output) -> None:
     output.table(("WHERE THE TIME WENT", "", ">SHARE", ">TIME"), rows)
     steps = [[value for _, value in points[:-1]] for points in intervals(its)]
     _show_course("steps between saves", steps, output)
-    blocked = [[each.line.blocked_s for each in saves] for saves in by_session(its.saves)]
+    lines = [[each.line for each in saves] for saves in by_session(its.saves)]
+    blocked = [[each.blocked_s / each.saves for each in saves] for saves in lines]
     _show_course("blocked by a save", blocked, output, is_seconds=True)
     if its.choices:
         newest = its.choices[-1].line

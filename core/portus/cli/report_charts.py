@@ -103,8 +103,8 @@ def _draw_steps(panel: Axes, its: Account, unit_s: float) -> None:
 def _draw_saves(panel: Axes, its: Account, unit_s: float) -> None:
     panel.set_title("What a save took, seconds")
     for saves in by_session(its.saves):
-        copied = [(each.time_s, each.line.copy_s) for each in saves]
-        blocked = [(each.time_s, each.line.blocked_s) for each in saves]
+        copied = [(each.time_s, each.line.copy_s / each.line.saves) for each in saves]
+        blocked = [(each.time_s, each.line.blocked_s / each.line.saves) for each in saves]
         _line(panel, copied, unit_s, color=_COLORS["saves"], label="copying and hashing")
         _line(panel, blocked, unit_s, color=_COLORS["lost"], label="training was blocked")
 

@@ -10,7 +10,6 @@ import pytest
 from portus.companions.journal.account import account, sessions
 from portus.companions.journal.lines import (
     Failed,
-    FoldedLines,
     Head,
     IntervalDecided,
     Line,
@@ -65,7 +64,6 @@ LINES: list[Line] = [
         session="a", closed=False, steps=7, at_s=107.0, work_s=6.5,
         asked=(SaveRequested(token="00", step=6, steps=6),),
     ),
-    FoldedLines(session="a", saves=2, cost_s=1.5),
 ]  # fmt: skip
 
 GOLDEN = (

@@ -80,7 +80,8 @@ JOURNALS: Final = "checkpoints.journal"
 """In ``.portus``: the journals of all trainings that save files there, each in its own file."""
 
 SIZE_MAX: Final = 1 << 20
-"""The most bytes of a journal; a longer one is shortened to half of that, by its oldest saves."""
+"""The most bytes of a journal; a longer one is shortened to half of that, where one line stands for
+several old saves."""
 
 _WAITING_MAX: Final = 256
 """The most decisions that wait for the next line."""

@@ -19,7 +19,6 @@ from n - m.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +26,12 @@ from typing import Generic, TypeVar
 
 from portus.companions.journal.lines import (
     Failed,
-    FoldedLines,
     IntervalDecided,
     Line,
     Saved,
     SessionBegun,
     SessionEnded,
-    add_line,
+    cost_of,
 )
 
 Placed = TypeVar("Placed", Saved, IntervalDecided)
@@ -58,7 +56,6 @@ class Session:
     saved: list[Saved] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     decided: list[IntervalDecided] = field(default_factory=list)
-    folded: FoldedLines | None = None
     ended: SessionEnded | None = None
     base: int = 0
     base_s: float = 0.0
@@ -95,13 +92,6 @@ class Session:
     def elapsed_s(self) -> float:
         """Return the seconds from the session's start to its last sign of life."""
         return self.last_s - self.begun.at_s
-
-    @property
-    def sums(self) -> FoldedLines:
-        """Return the sums of all its lines, including folded ones."""
-        none = FoldedLines(session=self.begun.session)
-        lines: list[Line] = [*self.saved, *self.failed]
-        return functools.reduce(add_line, lines, self.folded or none)
 
     @property
     def is_closed(self) -> bool:
@@ -160,8 +150,6 @@ def sessions(lines: Iterable[Line]) -> list[Session]:
             session.failed.append(line)
         elif isinstance(line, IntervalDecided):
             session.decided.append(line)
-        elif isinstance(line, FoldedLines):
-            session.folded = line
         elif isinstance(line, SessionEnded) and (
             session.ended is None or line.steps >= session.ended.steps
         ):
@@ -245,7 +233,8 @@ class Account:
     @property
     def median_blocked_s(self) -> float:
         """Return the median of the seconds that one save blocked; 0 without any save."""
-        return statistics.median([each.line.blocked_s for each in self.saves] or [0.0])
+        blocked_s = [each.line.blocked_s / each.line.saves for each in self.saves]
+        return statistics.median(blocked_s or [0.0])
 
 
 def account(lines: Iterable[Line]) -> Account | None:
@@ -283,7 +272,7 @@ def account(lines: Iterable[Line]) -> Account | None:
 def _account(spans: Sequence[Session], restarts: Sequence[Restart], earlier: int) -> Account:
     last = spans[-1]
     wall_s = last.end_s
-    sums = [each.sums for each in spans]
+    saved = [line for each in spans for line in each.saved]
     saves = [each.place(line) for each in spans for line in each.saved]
     # Times are measured, and some are medians: none may take another's time.
     down_s = sum(each.down_s for each in restarts)
@@ -291,7 +280,7 @@ def _account(spans: Sequence[Session], restarts: Sequence[Restart], earlier: int
     kept_s = min(last.work_s(), up_s)
     lost_s = min(sum(each.lost_s for each in restarts), up_s - kept_s)
     # The cost of a save is a difference of times: one session's may be measured below 0.
-    cost_s = sum(max(0.0, each.cost_s) for each in sums)
+    cost_s = sum(max(0.0, sum(map(cost_of, each.saved))) for each in spans)
     saves_s = min(cost_s, up_s - kept_s - lost_s)
     committed = [save.at for save in saves if save.at <= last.end]
     return Account(
@@ -309,12 +298,12 @@ def _account(spans: Sequence[Session], restarts: Sequence[Restart], earlier: int
         restarts=tuple(restarts),
         saves=tuple(saves),
         choices=tuple(each.place(line) for each in spans for line in each.decided),
-        committed=sum(each.saves for each in sums),
-        failed=sum(each.failed for each in sums),
-        blocked_s=sum(each.blocked_s for each in sums),
-        copy_s=sum(each.copy_s for each in sums),
-        copied_bytes=sum(each.copied_bytes for each in sums),
-        shared_bytes=sum(each.shared_bytes for each in sums),
+        committed=sum(each.saves for each in saved),
+        failed=sum(line.saves for each in spans for line in each.failed),
+        blocked_s=sum(each.blocked_s for each in saved),
+        copy_s=sum(each.copy_s for each in saved),
+        copied_bytes=sum(each.copied_bytes for each in saved),
+        shared_bytes=sum(each.shared_bytes for each in saved),
         earlier=earlier,
     )
 

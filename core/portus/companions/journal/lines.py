@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -74,13 +74,16 @@ class SessionBegun(msgspec.Struct, frozen=True, kw_only=True, tag="begun", tag_f
     resumed_step: int | None = None
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="kind"):
+class Saved(
+    msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="kind", omit_defaults=True
+):
     """A version. The last line with a session's ``number`` counts: the cost of a save is known a
     little after its commit. ``step``: the training's number. ``steps``: of the optimizer, done in
     this session at the call; ``work_s``: their time without saves. ``step_s``: the recent time of a
     step without a save; ``cost_s``: the time that the saves since the line before added to
     training; None if unknown. ``file``: its path from the directory of the journal; "" without one.
-    Other times and sizes as in ``portus.SaveStats``."""
+    Other times and sizes as in ``portus.SaveStats``. ``saves``: how many saves the line stands for;
+    its times and sizes are their sums."""
 
     session: str
     number: Count
@@ -99,16 +102,20 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved", tag_field="k
     total_s: Seconds = 0.0
     copied_bytes: Count = 0
     shared_bytes: Count = 0
+    saves: Count = 1
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind"):
-    """A save that became no version, with the reason."""
+class Failed(
+    msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="kind", omit_defaults=True
+):
+    """A save that became no version, with the reason; of several, the newest one's."""
 
     session: str
     step: int
     steps: Count
     at_s: Seconds
     why: str
+    saves: Count = 1
 
 
 class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
@@ -149,20 +156,7 @@ class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_f
     asked: tuple[SaveRequested, ...] = ()
 
 
-class FoldedLines(msgspec.Struct, frozen=True, kw_only=True, tag="folded", tag_field="kind"):
-    """The sums of lines that were removed, to keep the journal small."""
-
-    session: str
-    saves: Count = 0
-    failed: Count = 0
-    cost_s: float = 0.0
-    blocked_s: Seconds = 0.0
-    copy_s: Seconds = 0.0
-    copied_bytes: Count = 0
-    shared_bytes: Count = 0
-
-
-Line = SessionBegun | Saved | Failed | IntervalDecided | SessionEnded | FoldedLines
+Line = SessionBegun | Saved | Failed | IntervalDecided | SessionEnded
 
 _DECODER: Final[msgspec.json.Decoder[Head | Line]] = msgspec.json.Decoder(Head | Line)
 
@@ -242,37 +236,50 @@ def _decode_line(line: bytes) -> Head | Line | None:
 
 
 def shorten(head: Head, lines: Iterable[Line], size: int) -> bytes:
-    """Return the same journal in at most ``size`` bytes. Of older saves, failures and decisions
-    only the sums stay; the newest, saves that a session resumed from, and each session's last save
-    stay. If that is too much, the oldest sessions go."""
+    """Return the same journal in at most ``size`` bytes. In its older half, neighbouring saves
+    become one line, and so do failures, and decisions; saves that a session resumed from stay. If
+    that is too much, the oldest sessions go."""
     rest = _newest(lines)
-    resumed = {each.resumed for each in rest if isinstance(each, SessionBegun)}
-    last = {each.session: each for each in rest if isinstance(each, Saved)}
-    sums = {each.session: each for each in rest if isinstance(each, FoldedLines)}
-    kept: list[Line] = []
-    excess = len(_join_lines(head, rest)) - size
-    for each in rest:
-        is_needed = isinstance(each, SessionBegun | SessionEnded) or (
-            isinstance(each, Saved) and (each is last[each.session] or each.token in resumed)
-        )
-        if isinstance(each, FoldedLines):
-            continue
-        if is_needed or excess <= 0:
-            kept.append(each)
-            continue
-        before = sums.get(each.session)
-        excess -= len(encode(each)) - (_SUMS_MAX if before is None else 0)
-        sums[each.session] = add_line(before or FoldedLines(session=each.session), each)
-    kept += sums.values()
-    sessions = list(dict.fromkeys(each.session for each in kept))
-    while len(made := _join_lines(head, kept)) > size and len(sessions) > 1:
-        sessions = sessions[len(sessions) // 2 :]
-        kept = [each for each in kept if each.session in sessions]
+    while len(made := _join_lines(head, rest)) > size:
+        fewer = _join_neighbours(rest)
+        if len(fewer) == len(rest):
+            sessions = list(dict.fromkeys(each.session for each in rest))
+            if len(sessions) == 1:
+                break
+            fewer = [each for each in rest if each.session in sessions[len(sessions) // 2 :]]
+        rest = fewer
     return made
 
 
-_SUMS_MAX: Final = 384
-"""The most bytes of the line of sums."""
+def _join_neighbours(lines: Sequence[Line]) -> list[Line]:
+    """Return ``lines``; in the older half two of a kind are one, in the place of the later one."""
+    resumed = {each.resumed for each in lines if isinstance(each, SessionBegun)}
+    found = dict(enumerate(lines))
+    first: dict[tuple[object, str], int] = {}
+    for position, each in enumerate(lines[: len(lines) // 2]):
+        key = type(each), each.session
+        if key in first:
+            found[position] = _join(found.pop(first.pop(key)), each)
+        elif isinstance(each, Failed | IntervalDecided) or (
+            isinstance(each, Saved) and each.token not in resumed
+        ):
+            first[key] = position
+    return list(found.values())
+
+
+def _join(before: Line, line: Line) -> Line:
+    """Return one line for two of a kind."""
+    if isinstance(before, Saved) and isinstance(line, Saved):
+        sums = {name: getattr(before, name) + getattr(line, name) for name in _SUMS}
+        return msgspec.structs.replace(line, cost_s=cost_of(before) + cost_of(line), **sums)
+    if isinstance(before, Failed) and isinstance(line, Failed):
+        return msgspec.structs.replace(line, saves=before.saves + line.saves)
+    return line
+
+
+_SUMS: Final = (
+    *("saves", "blocked_s", "copy_s", "commit_s", "total_s", "copied_bytes", "shared_bytes"),
+)
 
 
 def _join_lines(head: Head, lines: Iterable[Line]) -> bytes:
@@ -293,24 +300,6 @@ def _newest(lines: Iterable[Line]) -> list[Line]:
     return [e for position, e in enumerate(found) if position in stays or not isinstance(e, single)]
 
 
-def add_line(sums: FoldedLines, line: Line) -> FoldedLines:
-    """Return the sums with one more line."""
-    if isinstance(line, Saved):
-        return msgspec.structs.replace(
-            sums,
-            saves=sums.saves + 1,
-            cost_s=sums.cost_s + cost_of(line),
-            blocked_s=sums.blocked_s + line.blocked_s,
-            copy_s=sums.copy_s + line.copy_s,
-            copied_bytes=sums.copied_bytes + line.copied_bytes,
-            shared_bytes=sums.shared_bytes + line.shared_bytes,
-        )
-    if isinstance(line, Failed):
-        return msgspec.structs.replace(sums, failed=sums.failed + 1)
-    assert isinstance(line, IntervalDecided)
-    return sums
-
-
 def cost_of(save: Saved) -> float:
-    """Return the seconds that a save added to training: measured, or at least the blocked time."""
+    """Return the seconds that saves added to training: measured, or at least the blocked time."""
     return save.blocked_s if save.cost_s is None else save.cost_s
