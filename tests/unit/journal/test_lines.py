@@ -17,6 +17,7 @@ from portus.companions.journal.lines import (
     SaveRequested,
     SessionBegun,
     SessionEnded,
+    cost_of,
     decode,
     encode,
     shorten,
@@ -150,6 +151,7 @@ def long_run(count: int) -> list[Line]:
         lines.append(begun(name, at_s, start or None))
         for steps in range(10, 10 * count, 10):
             lines += [saved(start + steps, name, at_s, steps)] * (1 + steps % 3)
+            lines.append(Failed(session=name, step=0, steps=steps, at_s=at_s + steps, why="full"))
             lines.append(
                 IntervalDecided(
                     session=name, steps=steps, at_s=at_s + steps, interval=10, reason="bound",
@@ -175,15 +177,21 @@ def test_a_journal_that_is_made_shorter_says_the_same_of_the_whole() -> None:
     assert len(again) <= size // 2
     whole = account(lines)
     assert whole is not None
+    resumed = {each.resumed for each in lines if isinstance(each, SessionBegun) and each.resumed}
+    assert len(resumed) == 2
     for data in (made, again):
         part = account(decode(data, "j").lines)
         assert part is not None
         assert len(part.saves) < len(whole.saves)
         for name in (
             "steps", "wall_s", "kept_s", "lost_s", "lost_steps", "down_s", "saves_s", "committed",
-            "restarts", "pending_steps", "blocked_s", "copy_s", "copied_bytes", "shared_bytes",
+            "failed", "restarts", "pending_steps", "blocked_s", "copy_s", "copied_bytes",
+            "shared_bytes",
         ):  # fmt: skip
             assert getattr(part, name) == pytest.approx(getattr(whole, name)), name
+        costs = [sum(cost_of(each.line) for each in its.saves) for its in (part, whole)]
+        assert costs[0] == pytest.approx(costs[1])
+        assert resumed <= {each.line.token for each in part.saves}
 
 
 def test_a_journal_of_many_sessions_lets_go_of_the_oldest() -> None:
