@@ -34,7 +34,7 @@ def test_devices_and_places_are_found_and_measured(
     limits = {e["name"]: e["text"] for e in document["found"] if e["topic"] == "RDMA limits"}
     assert limits["rxe_lo"].startswith("port 1 has 127.0.0.1; at most ")
     texts = {each["text"] for each in document["found"] if each["topic"] == "RDMA loopback"}
-    assert texts == {"24 of 24 transfers arrived whole"}
+    assert "24 of 24 transfers arrived whole" in texts
     places = {each["place"]: each for each in document["places"]}
     assert places[DEVDAX]["medium"] == "DAX device"
     assert places[DEVDAX]["save"] == 0, "nothing is written to a device that may hold something"
