@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
+
+from msgspec.structs import replace
 
 from portus.cli import words
 from portus.cli.options import POOL, Text, argument, group, option
 from portus.cli.output import FOUND, Json, Output, Row, counter
 from portus.cli.pools import nearest, open_places
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.folder import FOLDER
 from portus.engine.loading.open_file import OpenFile, open_file, reads
 from portus.errors import (
     CorruptionError,
-    MediumError,
     PortusError,
     StaleError,
     UsageError,
@@ -30,9 +30,8 @@ from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import LOG_LOST, Mirrors
 from portus.reach.mirror.object_file import digest_of
-from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, path_of
+from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.directory import StoredFile
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
 from portus.reach.places.version import OpenVersion
 
@@ -95,7 +94,8 @@ def repair(
 
     It reads every byte. It sends versions again from the pool, and files of runs from the directory
     that they were mirrored from, if they are intact there. It also restores what the log of the
-    mirror lost: versions that the pool has, and files that are in both places. Exit code 1 if
+    mirror lost: versions that the pool has, and files that are in both places; if entries of the
+    log are damaged, or all of it is lost, every file with its digest beside it. Exit code 1 if
     damage remains.
     """
     address = _address(url)
@@ -103,7 +103,7 @@ def repair(
     documents: list[Json] = []
     counts = {"version": 0, "file": 0, "log": 0, "object": 0}
     with Mirrors(address) as mirrors, _local(pool) as local:
-        models = _models(mirrors)
+        models = sorted([*mirrors.models(), *mirrors.lost_runs()])
         if not models:
             raise UsageError(
                 f"{address}: there is no mirror to repair; what mirrors there sends all of it "
@@ -111,7 +111,7 @@ def repair(
             )
         for model in models:
             for kind, result, named, about in _results(mirrors, model, local, root):
-                counts[kind] += 1
+                counts[kind] += result not in ("counted", "sent")  # these are read afterwards
                 documents.append({"model": model, **about, "result": result})
                 if result == "damaged":
                     output.code = FOUND
@@ -134,12 +134,12 @@ def _results(
     result, its name, and more fields for the document."""
     mirror = mirrors.of(model)
     mirror.read()
-    is_damaged = bool(mirror.damage)
-    if is_damaged:
+    has_lost = bool(mirror.damage) or not mirror.state.number
+    if mirror.damage:
         retry(partial(claim, mirror, "mirror repair"))  # the claim writes all known facts again
         yield "log", "mended", f"{model}: its log", {"log": True}
     if mirrors.has_files:
-        yield from _count_again(mirrors.files_of(model), root, is_damaged)
+        yield from _count_again(mirrors.files_of(model), root, has_lost)
     state = mirror.read()
     for token, found in local.items():
         if found.info.model == model and state.version(token) is None:
@@ -172,10 +172,13 @@ _RESULTS: Final = {
         "mended": "was damaged, and is repaired from the directory of the run",
         "damaged": "is DAMAGED, and the directory of the run (--files) has no intact copy of it; "
         "portus rm removes it",
-        "counted": "did not count, and is what the directory of the run has: it counts again",
+        "counted": "had no entry of the log, and counts again",
         "removed": "was removed or replaced meanwhile",
     },
-    "log": {"mended": "was DAMAGED, and was rewritten with what is known; the rest is lost"},
+    "log": {
+        "mended": "was DAMAGED, and was rewritten with what is known; the rest is lost",
+        "restored": "was LOST, and was made anew from the digests beside its files",
+    },
     "object": {"uncounted": UNCOUNTED, "damaged": UNCOUNTED},
 }
 
@@ -204,65 +207,49 @@ def _mend_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
         claim(mirrored, "mirror repair")
         return "mended" if mirrored.mend_file(filed, file) else "removed"
 
-    with (
-        contextlib.suppress(MediumError),
-        open_file(os.path.join(root, filed.path), as_torch=False) as file,
-    ):
-        if file.size == filed.size and digest_of(reads(file), 0, file.size) == filed.digest:
-            return retry(partial(send, file))
-    return "damaged"
+    if _time_here(filed, root) is None:
+        return "damaged"
+    with open_file(os.path.join(root, filed.path), as_torch=False) as file:
+        return retry(partial(send, file))
 
 
 def _count_again(
-    mirrored: MirroredFiles, root: str, is_damaged: bool
+    mirrored: MirroredFiles, root: str, has_lost: bool
 ) -> Iterator[tuple[str, str, str, dict[str, Json]]]:
-    """Add log entries for objects that lost theirs, if they are files of the run. Files of a
-    directory count only if all of its files are there. is_damaged: objects without an entry are
-    damage then. Yields as ``_results``."""
-    names = {
-        each.name
-        for each in mirrored.objects_without_entry()
-        if not each.name.endswith(DIGEST_SUFFIX)
-    }
-    counted = {each.path for each in mirrored.read().files}
-    recognize = partial(_recognize, mirrored, root, counted)
-    found = [each for each in map(recognize, sorted(names)) if each]
-    known = counted | {each.path for each in found}
-    whole = [each for each in found if not _others_beside(root, each.path, known)]
-    if whole:
+    """Make objects count that lost their entry of the log, if they are files of the run; and if the
+    log ``has_lost`` entries, all that have a digest beside them. Yields as ``_results``."""
+    is_new = not mirrored.read().number
+    found = [(each, _time_here(each, root)) for each in mirrored.find_lost()]
+    lost = [
+        each if time_ns is None else replace(each, time_ns=time_ns)
+        for each, time_ns in found
+        if has_lost or time_ns is not None
+    ]
+    if lost:
         claim(mirrored, "mirror repair")
-        mirrored.count(whole)
-    for each in whole:
+        mirrored.restore(lost)
+    if is_new:
+        yield "log", "restored", f"{mirrored.model}: its log", {"log": True, "files": len(lost)}
+    for each in lost:
         path = f"{mirrored.model}: {printable(each.path)}"
         yield "file", "counted", path, {"step": each.step, "file": each.path}
-    for name in sorted(names - {each.name for each in whole}):
-        result = "damaged" if is_damaged else "uncounted"
-        yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
+    for name in [each.name for each in mirrored.objects_without_entry()]:
+        if not name.endswith(DIGEST_SUFFIX):
+            result = "damaged" if has_lost else "uncounted"
+            yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
 
 
-def _recognize(
-    mirrored: MirroredFiles, root: str, counted: Container[str], name: str
-) -> FileAdded | None:
-    path = path_of(name)
-    if path is None or path in counted:
-        return None
-    here = os.path.join(root, path)
-    with contextlib.suppress(OSError, PortusError), open_file(here, as_torch=False) as file:
-        step, time_ns = StoredFile(Place.parse(root), here).step or 0, os.stat(here).st_mtime_ns
-        return mirrored.recognize(name, path, file, step=step, time_ns=time_ns)
+def _time_here(filed: FileAdded, root: str) -> int | None:
+    """Return when a file of the mirror was changed in the directory of the run; None if it is not
+    there, or has other bytes."""
+    path = os.path.join(root, filed.path)
+    with (
+        contextlib.suppress(OSError, PortusError),
+        open_file(path, as_torch=False) as file,
+    ):
+        if file.size == filed.size and digest_of(reads(file), 0, file.size) == filed.digest:
+            return os.stat(path).st_mtime_ns
     return None
-
-
-def _others_beside(root: str, path: str, known: Container[str]) -> bool:
-    """Return whether a directory of the run has files, beside the one at ``path``, that the mirror
-    lacks: they may belong to the same checkpoint."""
-    top, below, _ = path.partition("/")
-    for where, _, names in os.walk(os.path.join(root, top)) if below else ():
-        for name in names:
-            other = os.path.relpath(os.path.join(where, name), root)
-            if other not in known and FOLDER not in other.split("/"):
-                return True
-    return False
 
 
 def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:

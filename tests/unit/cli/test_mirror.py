@@ -413,7 +413,8 @@ def test_repair_brings_back_the_newest_file_whose_entry_of_the_log_is_lost(
     assert said.code == (0 if kind == "deleted" else 1)
     assert "step-00000002.pt is in no entry of the log" in said.err
     said = portus("mirror", "repair", url, "--files", "run")
-    assert (said.code, "step-00000002.pt did not count" in said.out) == (0, True), said
+    assert (said.code, "step-00000002.pt had no entry of the log" in said.out) == (0, True), said
+    assert "2 files read, 0 damaged" in said.out
     said = portus("verify", url)
     assert (said.code, "entry" in said.err) == (0, False), said
     shutil.rmtree("run")
@@ -445,7 +446,7 @@ def test_a_mirror_without_its_log_says_how_to_get_the_files(
     shutil.rmtree("bucket/run/_portus")
     for command in (
         *(["pull", url, "fresh"], ["pull", f"{url}/run", "fresh"], ["verify", url]),
-        *(["mirror", "status", url], ["mirror", "repair", url]),
+        ["mirror", "status", url],
     ):
         said = portus(*command)
         assert (said.code, "with any client" in said.err) == (2, True), said
@@ -460,6 +461,74 @@ def test_a_mirror_without_its_log_says_how_to_get_the_files(
     assert portus("verify", url).code == 0
     assert portus("pull", url, "fresh").code == 0
     assert len(list(Path("fresh").glob("*.pt"))) == 2
+
+
+def restored(tmp_path: Path, url: str, expected: int) -> str:
+    """What repair says on a machine without the files of the run, whose log is lost. A fresh
+    machine then continues from step ``expected``."""
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    said = portus("mirror", "repair", url, "--files", fresh)
+    assert "its log was LOST" in said.out, said
+    fresh.rmdir()
+    with face.Checkpointer(fresh / "run", mirror=url, keep=None, on_error="raise") as checkpointer:
+        assert same(checkpointer.load(), state(expected))
+        checkpointer.save(state(9), 9).wait()
+    return said.out
+
+
+def test_repair_makes_a_lost_log_anew_from_the_digests_beside_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, there = f"file://{tmp_path}/bucket", tmp_path / "bucket/run"
+    save_mirrored(url, 1, 2, 3)
+    shutil.rmtree("run")
+    shutil.rmtree(there / "_portus")
+    os.utime(there / "step-00000001.pt")  # an upload that waited for later ones
+    (there / "notes.txt").write_text("not of Portus")
+    DAMAGES["without its digest"](there / "step-00000003.pt")
+    out = restored(tmp_path, url, 2)
+    files = MirroredFiles(open_file_store(parse(url)), "run", url).read().files
+    times = {each.path: each.time_ns for each in files}
+    assert times["step-00000001.pt"] < times["step-00000002.pt"], "the newest is that of step 2"
+    for name, result in (
+        *(("step-00000001.pt", "counts again"), ("step-00000002.pt", "counts again")),
+        *(("step-00000003.pt", "is in no entry"), ("notes.txt", "is in no entry")),
+    ):
+        assert f"{name} {result}" in out.replace("had no entry of the log, and ", "")
+    assert "2 files read, 2 damaged" in out
+    said = portus("verify", url)
+    assert (said.code, said.out.count("healthy")) == (0, 3), said
+
+
+def test_a_damaged_file_of_a_lost_log_is_named_and_an_earlier_one_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, there = f"file://{tmp_path}/bucket", tmp_path / "bucket/run"
+    save_mirrored(url, 1, 2)
+    shutil.rmtree("run")
+    shutil.rmtree(there / "_portus")
+    damage(there / "step-00000002.pt")
+    assert "step-00000002.pt is DAMAGED" in restored(tmp_path, url, 1)
+
+
+def test_an_old_file_whose_entry_is_lost_does_not_become_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    save_mirrored(url, 1)
+    save_mirrored(url, 2)
+    os.utime("bucket/run/step-00000001.pt")
+    damage(sorted((tmp_path / "bucket/run/_portus/log").iterdir())[-2])
+    shutil.rmtree("run")
+    said = portus("mirror", "repair", url)
+    assert (said.code, "step-00000001.pt had no entry of the log" in said.out) == (0, True), said
+    newest = MirroredFiles(open_file_store(parse(url)), "run", url).read().newest_file
+    assert newest is not None
+    assert newest.step == 2
 
 
 def test_repair_sends_the_version_whose_entry_of_the_log_is_lost(scene: Scene) -> None:

@@ -46,7 +46,6 @@ def files(store: FileStore) -> MirroredFiles:
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
     with open_file(str(path)) as file:
         time_ns = path.stat().st_mtime_ns
-        files.set_aside([name or path.name])
         filed = files.upload(name or path.name, file, stop or Stop(), step=7, time_ns=time_ns)
     files.count([filed])
     return filed.size
@@ -332,7 +331,6 @@ def test_what_was_to_replace_a_file_goes_with_it(
 ) -> None:
     made(tmp_path / "last.ckpt", 10)
     put(files, tmp_path / "last.ckpt")
-    files.set_aside(["last.ckpt"])
     with open_file(str(tmp_path / "last.ckpt")) as file:
         files.upload("last.ckpt", file, Stop(), step=8, time_ns=8)
     files.remove(["last.ckpt"])
@@ -351,6 +349,45 @@ def test_a_link_that_replaces_a_file_takes_its_object_away(
     assert files.read().newest_file is None
     with pytest.raises(MissingError):
         store.get("run/last.ckpt")
+
+
+def test_the_newest_upload_that_is_as_its_digest_says_is_found_where_the_log_is_lost(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    """Whatever a kill left of a file that was to be replaced."""
+    first = made(tmp_path / "last.ckpt", 10)
+    put(files, tmp_path / "last.ckpt")
+    made(tmp_path / "last.ckpt", 20)
+    with open_file(str(tmp_path / "last.ckpt")) as file:
+        sent = files.upload("last.ckpt", file, Stop(), step=8, time_ns=8)
+
+    def found() -> MirroredFiles:
+        store.delete([each.name for each in store.list("run/_portus/log/")])
+        fresh = MirroredFiles(store, "run", "the store")
+        lost = fresh.find_lost()
+        fresh.claim("a repair", RUN, passing=True)
+        fresh.restore(lost)
+        return fresh
+
+    assert fetched(found(), "last.ckpt", tmp_path / "back") == first
+    files._put_digest(sent)
+    second = (tmp_path / "last.ckpt").read_bytes()
+    assert fetched(found(), "last.ckpt", tmp_path / "back") == second
+
+
+def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    sent = []
+    for name in ("s1/a.ckpt", "s1/b.ckpt"):
+        made(tmp_path / "part", 10)
+        with open_file(str(tmp_path / "part")) as file:
+            sent.append(files.upload(name, file, Stop(), step=1, time_ns=1))
+        assert files.find_lost() == []
+    files.count(sent)
+    store.delete([each.name for each in store.list("run/_portus/log/")])
+    lost = MirroredFiles(store, "run", "the store").find_lost()
+    assert sorted(each.path for each in lost) == ["s1/a.ckpt", "s1/b.ckpt"]
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(

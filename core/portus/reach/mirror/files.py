@@ -8,16 +8,16 @@ reader takes that for the file: its digest differs.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Final, Protocol
 
 from msgspec.structs import replace
 
 from portus.engine.copying.segments import Stop
+from portus.engine.format.checksum import DIGEST_SIZE
 from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.object_file import digest_of
 from portus.reach.mirror.objects import (
     BEFORE,
     DIGEST_SUFFIX,
@@ -31,10 +31,13 @@ from portus.reach.mirror.objects import (
     FileAdded,
     FileRemoved,
     State,
+    digest_line,
     entry_name,
     file_name,
     name_before,
+    path_of,
     prefix_of,
+    step_in,
 )
 from portus.reach.mirror.opening import key_from_environment
 from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject
@@ -42,10 +45,13 @@ from portus.reach.mirror.writer import GRACE_S
 from portus.reach.versions.parallel import Rooms
 
 BY_HAND: Final = (
-    "Copy them into the directory of the run with any client of the store, check them with xxhsum "
-    "-c *.xxh128, and start the run: it mirrors them anew. To begin without, use another mirror"
+    "portus mirror repair makes them count again, by the digests beside them. Or copy them with "
+    "any client of the store, check them with xxhsum -c *.xxh128, and start the run beside them. "
+    "To begin without, use another mirror"
 )
 """The advice about files whose log is lost."""
+
+_DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZE}}}")
 
 _COPIES: Final = 3
 """Tries of a copy in the store. Each has another name: a late copy has the bytes that replaced the
@@ -84,13 +90,19 @@ class MirroredFiles(Mirror):
         term: int | None = None,
     ) -> FileAdded:
         """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return its
-        fact for ``count``. term: the term of the save, if not this one.
+        fact for ``count``. term: the term of the save, if not this one. A file there counts under
+        another name from now on, if the store copies objects that large.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file became shorter meanwhile.
         """
         self.confirm()
         replaced = self.state.file(path)
+        if replaced is not None and not replaced.link and replaced.name == file_name(path):
+            copied = self._copy_aside(replaced)
+            if copied is not None:
+                self.note([copied])
+                replaced = copied
         # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
@@ -121,22 +133,14 @@ class MirroredFiles(Mirror):
         # An upload that began before another writer's claim must not replace a file of that one.
         following = entry_name(self.state.number + 1)
         try:
-            return self._objects.put_file(name, parts(), size, unless=following)
+            return self._objects.put_file(name, parts(), size, unless=following, beside=False)
         except StaleError:
             self.confirm()
             raise
 
-    def set_aside(self, paths: Sequence[str]) -> None:
-        """Have the files at ``paths`` count under other names, if the store copies objects that
-        large: then their own names are free for the files that replace them. Raises
-        ``SupersededError``."""
-        self.confirm()
-        counted = filter(None, map(self.state.file, paths))
-        own = [each for each in counted if not each.link and each.name == file_name(each.path)]
-        self._say([each for each in map(self._copy_aside, own) if each is not None])
-
     def _copy_aside(self, filed: FileAdded) -> FileAdded | None:
-        # A file that cannot be copied stays, and the one that replaces it gets another name.
+        """Copy a file to a new name; return its new fact. None if it cannot be copied: then the
+        file that replaces it gets another name."""
         with contextlib.suppress(CorruptionError):
             for _ in range(_COPIES):
                 name = name_before(filed.name, self._random(WRITER_SIZE))
@@ -147,21 +151,26 @@ class MirroredFiles(Mirror):
 
     def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
         """Make uploaded files count from now on, all by one entry of the log if it has room, and
-        the files at ``gone`` no longer."""
-        replaced = [self.state.file(each.path) for each in files]
-        replaced += [self.state.file(path) for path in gone]
+        the files at ``gone`` no longer. Delete what they replace, and the uploads that are not
+        going to count. Raises ``SupersededError``."""
+        self._objects.for_each(self._put_digest, [each for each in files if not each.link])
+        replaced = filter(None, map(self.state.file, [*(each.path for each in files), *gone]))
         # The entry first, then the deletion: the log never names an object that was deleted.
-        self._say([*files, *map(FileRemoved, gone)])
-        self._uncounted.difference_update(each.name for each in files)
-        self._sweep_away([each.name for each in replaced if each is not None and not each.link])
-
-    def drop_uncounted(self) -> None:
-        """Delete the uploaded objects that are not going to count. Raises ``SupersededError``."""
-        if self._uncounted:
+        self._uncounted.update(each.name for each in replaced if not each.link)
+        if files or gone:
+            self._say([*files, *map(FileRemoved, gone)])
+        elif self._uncounted:
             self.confirm()  # else some may be of the present holder of the term
-            self._uncounted.difference_update(each.name for each in self.state.files)
-            self._sweep_away(list(self._uncounted))
-            self._uncounted.clear()
+        # ``sweep`` does it a day later, if this fails.
+        with contextlib.suppress(PortusError):
+            counted = {each.name for each in self.state.files if not each.link}
+            self._delete(self._uncounted - counted)
+        self._uncounted.clear()
+
+    def _put_digest(self, filed: FileAdded) -> None:
+        """Put the digest beside a file. Only once all files of its checkpoint are there: ``lost``
+        takes a file with a digest for a part of a whole one."""
+        self._objects.put(filed.name + DIGEST_SUFFIX, digest_line(filed.name, filed.digest))
 
     def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
         """Upload a damaged file again, from ``file``, to its object. Return False if it does not
@@ -171,20 +180,54 @@ class MirroredFiles(Mirror):
             return False
         if self._upload(filed.path, now.name, file, Stop()) != filed.digest:
             raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
+        self._put_digest(now)
         return True
 
-    def recognize(
-        self, name: str, path: str, file: FileToUpload, *, step: int, time_ns: int
-    ) -> FileAdded | None:
-        """Return the fact for ``count`` of the object ``name``, which does not count, if it is
-        ``file``, the one at ``path``; else None."""
-        digest, term = digest_of(partial(_read, file), 0, file.size), self.state.term
-        found = FileAdded(path, name, digest, file.size, step, time_ns, term)
-        with contextlib.suppress(CorruptionError):
-            for _ in self._objects.read(found.object):
-                pass
-            return found
-        return None
+    def find_lost(self) -> list[FileAdded]:
+        """Return facts for ``restore`` of the objects that have a digest beside them, and no entry
+        of the log: the newest of each path that is not there, and rather one that is as its digest
+        says. Reads those with the same path."""
+        there = {each.name: each for each in self.objects_without_entry()}
+        found: dict[str, list[FileAdded]] = {}
+        for each in sorted(there.values(), key=lambda each: each.modified, reverse=True):
+            path, beside = path_of(each.name), each.name + DIGEST_SUFFIX
+            if path is None or self.state.file(path) is not None or beside not in there:
+                continue
+            said = (self._objects.get(beside) or b"").partition(b" ")[0].decode(errors="replace")
+            if _DIGEST.fullmatch(said):
+                sent, time_ns = bytes.fromhex(said), int(each.modified * 1e9)
+                fact = FileAdded(path, each.name, sent, each.size, step_in(path) or 0, time_ns, 0)
+                found.setdefault(path, []).append(fact)
+        lost = [some[0] if len(some) == 1 else self._first_whole(some) for some in found.values()]
+        # Uploads go newest first, so later times may be of earlier steps.
+        stepped = sorted((fact for fact in lost if fact.step), key=lambda fact: fact.step)
+        times = sorted(fact.time_ns for fact in stepped)
+        timed = {fact.path: time for fact, time in zip(stepped, times, strict=True)}
+        return [replace(fact, time_ns=timed.get(fact.path, fact.time_ns)) for fact in lost]
+
+    def _first_whole(self, files: Sequence[FileAdded]) -> FileAdded:
+        """Return the first of the files that is as its digest says; the first one if none is."""
+        for each in files:
+            with contextlib.suppress(CorruptionError):
+                for _ in self._objects.read(each.object):
+                    pass
+                return each
+        return files[0]
+
+    def restore(self, lost: Sequence[FileAdded]) -> None:
+        """Make files of ``find_lost`` count again. Call it after ``claim``."""
+        newest, term = self.state.newest_file, self.state.term
+        lost = [replace(each, term=term) for each in lost]
+        if newest is not None:
+            # One that is older than the newest does not become that.
+            at, before = step_in(newest.path) or 0, newest.time_ns
+            lost = [
+                replace(each, term=newest.term, time_ns=min(each.time_ns, before - 1))
+                if (step_in(each.path) or at, each.time_ns) < (at, before)
+                else each
+                for each in lost
+            ]
+        self._say(lost)
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
@@ -226,14 +269,17 @@ class MirroredFiles(Mirror):
     def require_no_files(self) -> None:
         """Raise ``CorruptionError`` if there are files of a run whose log is lost: a machine
         without files must not begin anew over them."""
-        found = {each.name for each in self._uploads()}
-        files = sorted(name for name in found if name + DIGEST_SUFFIX in found)
-        if files:
+        if files := self.files_alone():
             where = f"{self.name}/{prefix_of(self.model)}"
             raise CorruptionError(
                 f"{where}: {LOG} is lost, and nothing says which of the {len(files)} files there "
                 f"count, such as {files[-1]}. {BY_HAND}"
             )
+
+    def files_alone(self) -> list[str]:
+        """Return the objects that have a digest beside them."""
+        found = {each.name for each in self._uploads()}
+        return sorted(name for name in found if name + DIGEST_SUFFIX in found)
 
     def sweep(self) -> int:
         """Delete uploads that are a day old or older, and never counted; return the number of
@@ -267,19 +313,7 @@ class MirroredFiles(Mirror):
         for start in range(0, len(facts), FACTS_MAX):
             self.note(facts[start : start + FACTS_MAX])
 
-    def _sweep_away(self, names: Sequence[str]) -> None:
-        """Delete objects that do not count any more. ``sweep`` repeats it, a day later."""
-        with contextlib.suppress(PortusError):
-            self._delete(names)
-
-    def _delete(self, names: Sequence[str]) -> None:
-        if names:
-            self._objects.delete([name + more for name in names for more in ("", DIGEST_SUFFIX)])
-
-
-def _read(file: FileToUpload, start: int, length: int) -> bytes:
-    """Return ``length`` bytes of a file from ``start`` on, or fewer at its end."""
-    data = bytearray(max(0, min(length, file.size - start)))
-    if data:
-        file.load(start, memoryview(data))
-    return bytes(data)
+    def _delete(self, names: Iterable[str]) -> None:
+        found = [name + more for name in names for more in ("", DIGEST_SUFFIX)]
+        if found:
+            self._objects.delete(found)

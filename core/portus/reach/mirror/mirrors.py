@@ -15,8 +15,8 @@ from typing import Final
 from portus.errors import UsageError
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.files import BY_HAND, MirroredFiles
-from portus.reach.mirror.mirror import Mirror, models
-from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, prefix_of
+from portus.reach.mirror.mirror import Mirror, firsts, models
+from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, model_of, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import FileStore, Store
 
@@ -68,6 +68,12 @@ class Mirrors:
         """Return whether there are files of runs whose log is lost. Makes a list."""
         found = itertools.islice(self._store.list(""), _LOOKED_AT)
         return any(each.name.endswith(DIGEST_SUFFIX) for each in found)
+
+    def lost_runs(self) -> list[str]:
+        """Return the runs that have files here, and no log. Makes a list for each model."""
+        folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}
+        runs = {model_of(each) for each in folders} - {None, *self.models()}
+        return sorted(run for run in runs if run and self.files_of(run).files_alone())
 
     def close(self) -> None:
         """Close the store."""

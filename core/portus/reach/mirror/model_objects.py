@@ -81,8 +81,16 @@ class ModelObjects:
         except MissingError as error:
             raise self._missing_error(name) from error
 
-    def put_file(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> bytes:
-        """Put a file, ``size`` bytes in ``parts``, and its digest beside it; return the digest.
+    def put_file(
+        self,
+        name: str,
+        parts: Iterable[Part],
+        size: int,
+        *,
+        unless: str = "",
+        beside: bool = True,
+    ) -> bytes:
+        """Put a file, ``size`` bytes in ``parts``, and its digest ``beside`` it; return the digest.
         Raises also the errors of making a part, and ``StaleError`` if there is an object ``unless``
         by then."""
         assert isinstance(self.store, FileStore)
@@ -95,7 +103,8 @@ class ModelObjects:
 
         never = unless and self.path(unless)
         self.store.put_stream(self.path(name), pass_on(), size, unless=never)
-        self.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
+        if beside:
+            self.put(name + DIGEST_SUFFIX, digest_line(name, hasher.digest()))
         return hasher.digest()
 
     def copy_file(self, name: str, target: str, size: int, sent: bytes) -> bool:

@@ -384,6 +384,12 @@ def path_of(name: str) -> str | None:
     return path if path and _file_name(path) == own else None
 
 
+def step_in(path: str) -> int | None:
+    """Return the step that the name of a checkpoint says, the last one of a path; None if none."""
+    found = _STEP.findall(path)
+    return int(found[-1]) if found else None
+
+
 def _is_free(path: str, name: str) -> bool:
     """Return whether the file at ``path`` may have the name ``name``: all stores accept it, and no
     digest of another file has it."""
@@ -514,6 +520,7 @@ class Seal:
 
 _SEAL_SIZE: Final = 32
 _QUOTED_MAX: Final = 150
+_STEP: Final = re.compile(r"(?:step|checkpoint)[=_-]?(\d+)")
 _ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
 _ELSEWHERE: Final = re.compile(rf"^(?:{AGAIN}|{BEFORE}[0-9a-f]{{{2 * WRITER_SIZE}}}/)")
 _PIECE: Final = re.compile(

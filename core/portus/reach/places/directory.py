@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from portus.reach.formats.safetensors_reader import is_safetensors
 from portus.reach.index.directory import JOURNAL_SUFFIX
 from portus.reach.index.journals import names_in
 from portus.reach.index.place import Place, PlaceKind
+from portus.reach.mirror.objects import step_in
 from portus.reach.places.base import (
     Abilities,
     Check,
@@ -47,7 +47,6 @@ _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, META
 _END: Final = b"PK\x05\x06"
 _END_SIZE: Final = 22
 """The first bytes of the last record of a zip file, and its size."""
-_STEP: Final = re.compile(r"step[=_-]?(\d+)")
 
 CHECKS: Final = {
     "digests": "checksums of Portus",
@@ -67,10 +66,8 @@ class StoredFile(StoredCheckpoint):
         except OSError as error:
             _raise(error)
         self.pointer: Final = _pointer_at(path)
-        named = _STEP.search(os.path.basename(path))
-        self.step: Final = (
-            self.pointer.step if self.pointer else int(named[1]) if named is not None else None
-        )
+        named = step_in(os.path.basename(path))
+        self.step: Final = self.pointer.step if self.pointer else named
         info = VersionInfo(
             model="",
             id=0,

@@ -21,7 +21,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -55,7 +55,7 @@ from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of
+from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
 from portus.reach.mirror.opening import open_file_store
 from portus.reach.training.links import replace_link
 
@@ -156,16 +156,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self._waiting: Final[dict[str, _Checkpoint]] = {}
         """The checkpoints that are not mirrored, by path."""
         self._links: Final[set[str]] = set()
-        self._step_of: Final[dict[str, int]] = {}
         self._damaged: Final[set[FileAdded]] = set()
         """The files that could not be fetched: the run continues without them."""
         self._uploaded = ""
-        self._unsettled: Final[set[str]] = set()
-        """The paths that are uploaded, or whose last upload failed: they may count."""
         self._newest_ns = 0
         self._has_begun = False
-        self._is_behind = False
-        """True if a file could not be read: then the store loses no file."""
 
     # Before the first save.
 
@@ -228,7 +223,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with PENDING.exempt(), self._guard:
             if name is None:
                 return
-            self._step_of[name] = step
             self._forget_removal(name)
             self._links.discard(name)
             found = self._read(name, step)
@@ -266,9 +260,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with PENDING.exempt(), self._guard:
             self._waiting.pop(name, None)
             self._links.discard(name)
-            is_there = name in self._unsettled or bool(self._there_in(name))
-            if is_there and name not in self._gone:
+            if name not in self._gone:
                 # Noted durably before the removal here: after a kill only the note knows of it.
+                # Even if it is not there: an entry that has no answer yet may count later.
                 self._gone[name] = self._newest_ns
                 self._write_note()
         self.wake()
@@ -304,26 +298,25 @@ class DirectoryMirror(BackgroundCopier, Companion):
         with PENDING.exempt():
             if not self._mirror.is_claimed:
                 self._claim()
-            while (found := self._next()) is not None:
-                links = self._links_now()
+            while True:
+                links, found = self._links_now(), self._next()
                 try:
-                    self._upload(found)
+                    if found is not None:
+                        self._upload(found)
                 except MediumError:  # the store may be full
                     self._remove_gone(for_space=True)
                     raise
                 # Not only at the end: if saves come faster than uploads, it never comes.
                 self._say_links(links)
                 self._remove_gone()
-            self._say_links(self._links_now())
-            self._remove_gone()
+                if found is None:
+                    return
 
     def _next(self) -> _Checkpoint | None:
         """Return the newest checkpoint that waits; None if none does."""
         with self._guard:
             newest = max(self._waiting.values(), key=lambda each: each.time_ns, default=None)
             self._uploaded = newest.path if newest is not None else ""
-            if newest is not None:
-                self._unsettled.add(newest.path)
             return newest
 
     def _upload(self, committed: _Checkpoint) -> None:
@@ -332,20 +325,16 @@ class DirectoryMirror(BackgroundCopier, Companion):
             # Other ranks publish their own files; later ones are in no entry.
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
-        if found is not None:
-            filed = self._send(replace(found, term=committed.term))
-            if filed is not None:
-                own = {each.path for each in found.files}
-                gone = [path for path in self._there_in(found.path) if path not in own]
-                if filed or gone:
-                    # One entry for all files of a directory, or half of it would count
-                    # (decision 0208).
-                    self._mirror.count(filed, gone)
-                self._has_copied, self._is_behind = True, False
-                self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
-        self._mirror.drop_uncounted()
+        filed = None if found is None else self._send(replace(found, term=committed.term))
+        if found is None or filed is None:
+            self._mirror.count([])
+        else:
+            own = {each.path for each in found.files}
+            # One entry for all files of a directory, or half of it would count (decision 0208).
+            self._mirror.count(filed, [p for p in self._there_in(found.path) if p not in own])
+            self._has_copied = True
+            self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
         with self._guard:
-            self._unsettled.discard(committed.path)
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
 
@@ -356,7 +345,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
             files = [
                 each for each in files if not _is_same(each, self._mirror.state.file(each.path))
             ]
-        self._mirror.set_aside([each.path for each in files])
         with contextlib.ExitStack() as held:
             # All before the first is sent: the run may remove the directory meanwhile, and does so
             # each time if saves come faster than uploads.
@@ -383,18 +371,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
         path = self._path_of(file.path)
         try:
             return use_file(where, partial(self._upload_from, found, file))
-        except (UsageError, StaleError) as error:
-            if _is_there(path):
-                raise  # the file is readable, so the store refuses it
-            cause = str(error)
-        except OSError as error:
-            if isinstance(error, PortusError):
-                raise
-            if isinstance(error, FileNotFoundError):  # it was removed, or moved away
-                return None
-            cause = error.strerror or str(error)
-        self._is_behind = True
-        _log.warning("portus: %s is not mirrored: %s", printable(path), cause)
+        except (UsageError, StaleError, OSError) as error:
+            if isinstance(error, MediumError | TransportError) or _is_there(path):
+                raise  # of the store; or the file is readable, so the store refuses it
+            if not isinstance(error, FileNotFoundError):  # else it was removed, or moved away
+                _log.warning("portus: %s is not mirrored: %s", printable(path), error)
         return None
 
     def _upload_from(self, found: _Checkpoint, file: _File, opened: OpenFile) -> FileAdded | None:
@@ -440,31 +421,29 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _say_links(self, links: Mapping[str, str]) -> None:
         for name, target in links.items():
-            before, is_there = (
-                self._mirror.state.file(name),
-                self._there_in(_target_of(name, target)),
-            )
-            if is_there and (before is None or before.link != target):
+            before = self._mirror.state.file(name)
+            is_new = before is None or before.link != target
+            if is_new and self._there_in(_target_of(name, target)):
                 self._mirror.link(name, target)
 
     def _remove_gone(self, *, for_space: bool = False) -> None:
-        """Remove there what the run removed, once its replacement is there. for_space: all but the
-        newest checkpoint there."""
-        # Their replacement is not there: the mirror would lose its newest checkpoint.
-        if self._is_behind:
-            return
-        newest = self._mirror.state.newest_file
-        links = {_target_of(each.path, each.link) for each in self._mirror.state.files if each.link}
+        """Remove there what the run removed, once what was newest then is there, or a newer one: so
+        the mirror never loses its newest checkpoint. for_space: all but the newest one there."""
+        state = self._mirror.state
+        newest = state.newest_file
+        links = {_target_of(each.path, each.link) for each in state.files if each.link}
         with self._guard:
             # Read together: the checkpoints that wait now replace those that go.
-            waiting = [each.time_ns for each in self._waiting.values()]
-            gone = list(self._gone)
-            if waiting:
-                gone = [name for name in gone if name not in links]
-                if for_space:
-                    gone = [name for name in gone if newest and not _is_in(newest.path, name)]
-                else:
-                    gone = [name for name in gone if self._is_over(name, waiting)]
+            kept = links if self._waiting else set()
+            gone = [
+                name
+                for name, since in self._gone.items()
+                if name not in kept
+                and (
+                    since <= self._mirrored_ns
+                    or (for_space and newest is not None and not _is_in(newest.path, name))
+                )
+            ]
         if not gone:
             return
         try:
@@ -475,14 +454,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
             for name in gone:
                 self._gone.pop(name, None)
             self._write_note()
-
-    def _is_over(self, name: str, waiting: Sequence[int]) -> bool:
-        """Return whether the replacement of a checkpoint is mirrored. waiting: the write times of
-        the checkpoints that are not."""
-        since = self._gone[name]
-        files = [each for each in self._mirror.state.files if _is_in(each.path, name)]
-        saved = max((each.time_ns for each in files), default=0)
-        return since <= self._mirrored_ns and not any(saved < each <= since for each in waiting)
 
     def _claim(self) -> None:
         state = self._mirror.read()
@@ -515,7 +486,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         newest = self._mirror.state.newest_file
         for path in self._checkpoints_here():
             name = os.path.relpath(path, self._directory)
-            found = self._read(name, self._step_of.get(name, 0))
+            found = self._read(name, step_in(name) or 0)
             with self._guard:
                 if found is None or name in self._waiting:
                     continue
