@@ -28,7 +28,7 @@ import pytest
 from portus.errors import MediumError, PortusError, TransportError, UsageError
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
-from portus.reach.mirror.causes import FailedCall, translate
+from portus.reach.mirror.causes import translate
 from portus.reach.mirror.opening import open_store
 from portus.reach.mirror.store import MissingError, Store
 from tests.certificates import LEAF
@@ -272,12 +272,17 @@ def test_no_log_and_no_process_title_holds_a_secret(
     assert CANARY not in caplog.text
 
 
+def told_by(url: str, name: str, said: str) -> PortusError:
+    """What a put of an object raises, if obstore says that."""
+    return translate(ValueError(said), parse(url), "put", name, connect_s=1, request_s=1)
+
+
 def test_an_error_that_is_not_known_is_shown_without_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url = f"https://me:{CANARY}@host/x?sig=signed"
     said = f"Nobody {{knows}} {url} id-{CANARY}\x1b[2J of a\nsecond line"
-    error = translate(ValueError(said), FailedCall(parse("gs://bucket/x"), "put", "a", 1, 1))
+    error = told_by("gs://bucket/x", "a", said)
     assert isinstance(error, TransportError)
     assert "unknown error, Nobody {knows} https://host/x ...\\x1b[2J of a, at host;" in str(error)
 
@@ -286,7 +291,7 @@ def test_what_an_object_is_called_is_no_cause() -> None:
     said = (
         'Error performing PUT https://h/TimedOut/certificate in 1s - ?\n path: "ConnectionRefused"'
     )
-    error = translate(ValueError(said), FailedCall(parse("s3://bucket/x"), "put", "dns", 1, 1))
+    error = told_by("s3://bucket/x", "dns", said)
     assert "an unknown error" in str(error)
 
 

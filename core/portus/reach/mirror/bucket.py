@@ -22,9 +22,9 @@ import time
 import weakref
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
     Iterator,
     Sequence,
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, StaleError, TransportError, UsageError
 from portus.reach.mirror.address import StoreAddress, StoreKind
-from portus.reach.mirror.causes import FailedCall, is_beyond_the_end, translate
+from portus.reach.mirror.causes import is_beyond_the_end, translate
 from portus.reach.mirror.store import (
     PART_SIZE,
     ListedObject,
@@ -117,17 +117,28 @@ class Bucket:
 
     def put(self, name: str, data: bytes) -> None:
         path = check_name(name, self._address)
-        self._ask("put", name, lambda: self._put(path, data))
+        put = partial(self._obstore.put_async, self._store, path, data, use_multipart=False)
+        self._ask("put", name, put)
 
     def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
-        path = check_name(name, self._address)
-        self._ask("put", name, lambda: self._put_stream(path, self._chunks(parts, unless), size))
+        put = partial(
+            self._obstore.put_async,
+            self._store,
+            check_name(name, self._address),
+            self._chunks(parts, unless),
+            use_multipart=True,  # they become one object once all of them are there
+            # S3 takes 10,000 parts of an object at most.
+            chunk_size=max(PART_SIZE, -(-size // _PARTS_MAX)),
+            max_concurrency=_PARTS_ABREAST,
+        )
+        self._ask("put", name, put)
 
     def copy(self, name: str, target: str, size: int) -> bool:
         if size > _COPY_MAX:
             return False
         path, new = check_name(name, self._address), check_name(target, self._address)
-        self._ask("copy", name, lambda: self._copy(path, new))
+        # One request: a repeated one may copy later bytes of the name, after this returned.
+        self._ask("copy", name, lambda: self._obstore.copy_async(self._once, path, new))
         return True
 
     def create(self, name: str, data: bytes) -> bool:
@@ -215,9 +226,7 @@ class Bucket:
             return opened
         raise failed
 
-    def _ask(
-        self, operation: str, name: str, work: Callable[[], Coroutine[Any, Any, Result]]
-    ) -> Result:
+    def _ask(self, operation: str, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
         """Return the result of ``work``, run by the thread of this store. Raises as ``Store``."""
         try:
             return self._calls.run(work)
@@ -228,23 +237,9 @@ class Bucket:
         raise failed  # here, without obstore's error as its context: that may have secrets
 
     def _translate(self, error: BaseException, operation: str, name: str) -> PortusError:
-        waited = self._patience.connect_s, self._patience.request_s
-        return translate(error, FailedCall(self._address, operation, name, *waited))
-
-    async def _put(self, path: str, data: bytes) -> None:
-        await self._obstore.put_async(self._store, path, data, use_multipart=False)
-
-    async def _put_stream(self, path: str, chunks: AsyncIterator[Part], size: int) -> None:
-        """Upload an object in several parts, which become one object once all of them are there."""
-        await self._obstore.put_async(
-            self._store,
-            path,
-            chunks,
-            use_multipart=True,
-            # S3 takes 10,000 parts of an object at most.
-            chunk_size=max(PART_SIZE, -(-size // _PARTS_MAX)),
-            max_concurrency=_PARTS_ABREAST,
-        )
+        connect_s, request_s = self._patience.connect_s, self._patience.request_s
+        call = self._address, operation, name
+        return translate(error, *call, connect_s=connect_s, request_s=request_s)
 
     async def _chunks(self, parts: Iterable[Part], unless: str) -> AsyncIterator[Part]:
         for part in parts:
@@ -255,10 +250,6 @@ class Bucket:
             except FileNotFoundError:
                 return
             raise StaleError(f"{self._address}: {unless} is there by now")
-
-    async def _copy(self, path: str, target: str) -> None:
-        # One request: a repeated one may copy later bytes of the name, after this returned.
-        await self._obstore.copy_async(self._once, path, target)
 
     async def _create(self, path: str, data: bytes) -> bool:
         try:
@@ -285,15 +276,13 @@ class Bucket:
         if self._address.kind not in _SINGLY:
             await self._obstore.delete_async(self._store, paths)
             return
-        for first in range(0, len(paths), _SIDE_BY_SIDE):
-            some = paths[first : first + _SIDE_BY_SIDE]
-            await asyncio.gather(*(self._delete_one(path) for path in some))
 
-    async def _delete_one(self, path: str) -> None:
-        try:
-            await self._obstore.delete_async(self._store, path)
-        except FileNotFoundError:
-            pass
+        async def delete(path: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                await self._obstore.delete_async(self._store, path)
+
+        for first in range(0, len(paths), _SIDE_BY_SIDE):
+            await asyncio.gather(*map(delete, paths[first : first + _SIDE_BY_SIDE]))
 
 
 def _unsigned_headers(kind: StoreKind) -> dict[str, str]:
@@ -364,7 +353,7 @@ class _Calls:
         self._thread: JoinableThread | None = None
         self._is_closed = False
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    def run(self, work: Callable[[], Awaitable[Result]]) -> Result:
         """Return the result of ``work()``, awaited in the loop. If a signal handler raises here,
         the work is cancelled, and the exception is raised when the work has ended."""
         if os.getpid() != self._process:
@@ -372,8 +361,11 @@ class _Calls:
         done: concurrent.futures.Future[Result] = concurrent.futures.Future()
         tasks: list[asyncio.Task[Result]] = []
 
+        async def perform() -> Result:
+            return await work()
+
         def begin() -> None:
-            tasks.append(asyncio.get_running_loop().create_task(work()))
+            tasks.append(asyncio.get_running_loop().create_task(perform()))
             tasks[0].add_done_callback(end)
 
         def end(task: asyncio.Task[Result]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, NamedTuple
 
 from portus.errors import MediumError, PortusError, TransportError, UsageError, printable
 from portus.reach.mirror.address import StoreAddress, StoreKind
@@ -27,27 +27,6 @@ _LINE_MAX: Final = 200
 _SECRET_NAME: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|SAS|AUTH", re.I)
 _SECRET_SIZE_MIN: Final = 6
 
-
-@dataclass(frozen=True, slots=True)
-class FailedCall:
-    """The call that failed. connect_s, request_s: the longest waits of the call."""
-
-    address: StoreAddress
-    operation: str
-    name: str
-    connect_s: float
-    request_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """kind: the class of the error. found, advice: for the message, ``_words`` in braces."""
-
-    kind: type[TransportError] | type[UsageError] | type[MediumError] | type[MissingError]
-    found: str
-    advice: str
-
-
 _CREDENTIALS: Final = {
     StoreKind.S3: "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
     StoreKind.GOOGLE: "GOOGLE_APPLICATION_CREDENTIALS",
@@ -56,71 +35,77 @@ _CREDENTIALS: Final = {
 _LATER: Final = "Portus retries later"
 _ENDPOINT: Final = "check the network{endpoint}"
 
+
+class _Cause(NamedTuple):
+    """kind: the class of the error. found, advice: for the message, with words in braces."""
+
+    kind: type[TransportError] | type[UsageError] | type[MediumError] | type[MissingError]
+    found: str
+    advice: str
+
+
 _DENIED: Final = _Cause(
     UsageError, "permission is denied", "grant the right to {right} on {bucket}"
 )
-_BY_CODE: Final = {
-    **dict.fromkeys(
-        (
-            *("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity"),
-            *("AuthenticationFailed", "AuthenticationRequired", "InvalidAuthenticationInfo"),
-        ),
+_REDIRECTED: Final = _Cause(
+    UsageError, "the bucket is in another region", "set AWS_REGION to its region"
+)
+_FAILED: Final = _Cause(TransportError, "the server failed", _LATER)
+
+_BY_ANSWER: Final = (
+    (
+        "InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|InvalidSecurity|AuthenticationFailed"
+        "|AuthenticationRequired|InvalidAuthenticationInfo|401",
         _Cause(UsageError, "the credentials are refused", "check {credentials}"),
     ),
-    **dict.fromkeys(
-        ("ExpiredToken", "TokenRefreshRequired"),
+    (
+        "ExpiredToken|TokenRefreshRequired",
         _Cause(UsageError, "the credentials have expired", "renew {credentials}"),
     ),
-    "RequestTimeTooSkewed": _Cause(
-        UsageError, "this machine's clock differs too much from the server's", "set the clock"
+    (
+        "RequestTimeTooSkewed",
+        _Cause(
+            UsageError, "this machine's clock differs too much from the server's", "set the clock"
+        ),
     ),
-    **dict.fromkeys(
-        ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted"),
+    (
+        "NoSuchBucket|ContainerNotFound|ContainerBeingDeleted",
         _Cause(UsageError, "there is no such bucket", "make {bucket}, or name another"),
     ),
-    **dict.fromkeys(
-        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
-        _Cause(UsageError, "the bucket is in another region", "set AWS_REGION to its region"),
+    (
+        "PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraintException|301",
+        _REDIRECTED,
     ),
-    **dict.fromkeys(
-        ("QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull"),
+    (
+        "QuotaExceeded|InsufficientCapacity|XMinioStorageFull|507",
         _Cause(MediumError, "it has no space left", "raise its quota, or remove versions"),
     ),
-    **dict.fromkeys(
-        ("AccessDenied", "AllAccessDisabled", "AuthorizationPermissionMismatch"), _DENIED
-    ),
-    **dict.fromkeys(
-        ("InternalError", "OperationAborted", "ServerTimeout"),
-        _Cause(TransportError, "the server failed", _LATER),
-    ),
-    **dict.fromkeys(
-        ("SlowDown", "ServiceUnavailable", "ServerBusy", "RequestLimitExceeded"),
+    ("AccessDenied|AllAccessDisabled|AuthorizationPermissionMismatch|403", _DENIED),
+    ("InternalError|OperationAborted|ServerTimeout", _FAILED),
+    (
+        "SlowDown|ServiceUnavailable|ServerBusy|RequestLimitExceeded|503",
         _Cause(TransportError, "the server is busy or unavailable", _LATER),
     ),
-    **dict.fromkeys(
-        ("RequestTimeout", "IncompleteBody"),
+    (
+        "RequestTimeout|IncompleteBody|408",
         _Cause(TransportError, "the server received an incomplete request", _LATER),
     ),
-    "NoSuchUpload": _Cause(  # also for one that was completed, whose answer was lost
-        TransportError, "the server does not know this upload any more", _LATER
+    (
+        "NoSuchUpload",  # also for one that was completed, whose answer was lost
+        _Cause(TransportError, "the server does not know this upload any more", _LATER),
     ),
-    "InvalidObjectState": _Cause(
-        UsageError, "the object was moved to an archive", "restore it, and change the rule"
+    (
+        "InvalidObjectState",
+        _Cause(UsageError, "the object was moved to an archive", "restore it, and change the rule"),
     ),
-}
-_BY_STATUS: Final = {
-    401: _BY_CODE["InvalidAccessKeyId"],
-    403: _DENIED,
-    301: _BY_CODE["PermanentRedirect"],
-    404: _Cause(MissingError, "there is no such object", ""),
-    405: _Cause(UsageError, "the server does not support this request", _ENDPOINT),
-    408: _BY_CODE["RequestTimeout"],
-    409: _Cause(TransportError, "another request for it is in progress", _LATER),
-    429: _Cause(TransportError, "the server asks for fewer requests", _LATER),
-    501: _Cause(UsageError, "the store cannot do this", "a mirror needs conditional writes"),
-    503: _BY_CODE["SlowDown"],
-    507: _BY_CODE["QuotaExceeded"],
-}
+    ("404", _Cause(MissingError, "there is no such object", "")),
+    ("405", _Cause(UsageError, "the server does not support this request", _ENDPOINT)),
+    ("409", _Cause(TransportError, "another request for it is in progress", _LATER)),
+    ("429", _Cause(TransportError, "the server asks for fewer requests", _LATER)),
+    ("501", _Cause(UsageError, "the store cannot do this", "a mirror needs conditional writes")),
+)
+"""Patterns for the code of an answer, or for its status."""
+
 _METADATA: Final = re.compile(
     r"https?://(?:169\.254\.|metadata\.google\.internal|[^/\s]+/latest/api/token)"
 )
@@ -180,7 +165,9 @@ _BY_TEXT: Final = (
         r"(?i)unreachable|error sending request|tcp connect error|kind: Connect",
         _Cause(TransportError, "it cannot be reached", _ENDPOINT),
     ),
-    (r"BareRedirect|without LOCATION", _BY_CODE["PermanentRedirect"]),
+    (r"BareRedirect|without LOCATION", _REDIRECTED),
+    (_STATUS.pattern.replace(r"\d{3}", r"5\d\d"), _FAILED),
+    (_STATUS.pattern, _Cause(UsageError, "the server refuses the request", _ENDPOINT)),
 )
 _WRITES: Final = ("put", "create", "copy")
 _RIGHTS: Final = {
@@ -194,76 +181,63 @@ _RIGHTS: Final = {
 
 def is_beyond_the_end(error: BaseException) -> bool:
     """Return whether the error is of a range that begins behind the end of the object."""
-    text = str(error)
-    return _status(text) == 416 or "InvalidRange" in text or "StartTooLarge" in text
+    return bool(re.search(r"status(?: code)?: 416|InvalidRange|StartTooLarge", str(error)))
 
 
-def translate(error: BaseException, failed: FailedCall) -> PortusError:
+def translate(
+    error: BaseException,
+    address: StoreAddress,
+    operation: str,
+    name: str,
+    *,
+    connect_s: float,
+    request_s: float,
+) -> PortusError:
     """Return ``error`` of obstore as one of ours, with its cause. Nothing in it refers to
-    ``error``, whose text is not to be shown."""
+    ``error``, whose text is not to be shown. connect_s, request_s: the longest waits of the
+    call."""
     text = _USER.sub("", str(error))
-    code, status = _code(text), _status(text)
+    code = next((found[1] or found[2] for found in _CODE.finditer(text)), "")
+    status = next((found[1] for found in _STATUS.finditer(text)), "")
+    # By the class of the error, for texts without a status.
+    if isinstance(error, FileNotFoundError):
+        kind = "404"
+    else:
+        kind = {"PermissionDeniedError": "403", "UnauthenticatedError": "401"}.get(
+            type(error).__name__, status
+        )
     # The server's code says most, then its status; the text is the last resort.
     cause = (
         (_NO_CREDENTIALS if _METADATA.search(text) else None)
-        or _BY_CODE.get(code)
-        or _BY_STATUS.get(_status_of(error) or status or 0)
-        or _by_text(_NAMES.sub("", text))
-        or _server_error(status)
+        or _first(_BY_ANSWER, re.fullmatch, code)
+        or _first(_BY_ANSWER, re.fullmatch, kind)
+        or _first(_BY_TEXT, re.search, _NAMES.sub("", text))
         or _unknown(text)
     )
-    said = " ".join(str(each) for each in (status, code) if each)
-    server = _SERVER.search(text)
-    what = f"{failed.address}: cannot {failed.operation} {failed.name}".rstrip()
-    found, advice = (each.format(**_words(failed)) for each in (cause.found, cause.advice))
-    found += (f" ({said})" if said else "") + (f", at {server[1]}" if server else "")
-    is_write = cause is _DENIED and failed.operation in _WRITES
-    kind = UnwritableError if is_write else cause.kind
-    return kind(f"{what}: {found}" + (f"; {advice}" if advice else ""))
-
-
-def _words(failed: FailedCall) -> dict[str, object]:
-    """Return the words for the braces of a cause."""
-    kind = failed.address.kind
-    return {
-        "credentials": _CREDENTIALS.get(kind, "the credentials"),
-        "bucket": failed.address.bucket,
-        "endpoint": ", and AWS_ENDPOINT_URL if it is set" if kind is StoreKind.S3 else "",
-        "right": _RIGHTS.get(failed.operation, failed.operation)
-        if kind is StoreKind.S3
-        else "do this",
-        "connect_s": failed.connect_s,
-        "request_s": failed.request_s,
+    is_s3 = address.kind is StoreKind.S3
+    words = {
+        "credentials": _CREDENTIALS.get(address.kind, "the credentials"),
+        "bucket": address.bucket,
+        "endpoint": ", and AWS_ENDPOINT_URL if it is set" if is_s3 else "",
+        "right": _RIGHTS.get(operation, operation) if is_s3 else "do this",
+        "connect_s": connect_s,
+        "request_s": request_s,
     }
+    found, advice = (each.format(**words) for each in (cause.found, cause.advice))
+    said, server = " ".join(filter(None, (status, code))), _SERVER.search(text)
+    found += (f" ({said})" if said else "") + (f", at {server[1]}" if server else "")
+    what = f"{address}: cannot {operation} {name}".rstrip()
+    is_write = cause is _DENIED and operation in _WRITES
+    raised = UnwritableError if is_write else cause.kind
+    return raised(f"{what}: {found}" + (f"; {advice}" if advice else ""))
 
 
-def _status(text: str) -> int | None:
-    found = _STATUS.search(text)
-    return int(found[1]) if found else None
-
-
-def _code(text: str) -> str:
-    found = _CODE.search(text)
-    return (found[1] or found[2]) if found else ""
-
-
-def _status_of(error: BaseException) -> int | None:
-    """Return the status by the class of an error of obstore, for texts without a status."""
-    if isinstance(error, FileNotFoundError):
-        return 404
-    return {"PermissionDeniedError": 403, "UnauthenticatedError": 401}.get(type(error).__name__)
-
-
-def _by_text(text: str) -> _Cause | None:
-    return next((cause for pattern, cause in _BY_TEXT if re.search(pattern, text)), None)
-
-
-def _server_error(status: int | None) -> _Cause | None:
-    if status is None:
-        return None
-    if status >= 500:
-        return _Cause(TransportError, "the server failed", _LATER)
-    return _Cause(UsageError, "the server refuses the request", _ENDPOINT)
+def _first(
+    causes: Iterable[tuple[str, _Cause]],
+    match: Callable[[str, str], re.Match[str] | None],
+    text: str,
+) -> _Cause | None:
+    return next((cause for pattern, cause in causes if match(pattern, text)), None)
 
 
 def _unknown(text: str) -> _Cause:
