@@ -91,11 +91,11 @@ def name_of(files: Sequence[NewFile]) -> str:
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
 
 
-def base_of(files: Sequence[NewFile], request: SaveRequest) -> str | None:
-    """Return the base of ``request`` if it is above the files, on their file system; else None."""
-    if request.base is None:
+def base_of(said: str | None, path: str) -> str | None:
+    """Return the base of a request if it is above ``path``, on its file system; else None."""
+    if said is None:
         return None
-    base, where = os.path.realpath(request.base), os.path.dirname(files[0].real)
+    base, where = os.path.realpath(said), os.path.dirname(path)
     try:
         is_same = os.stat(base).st_dev == os.stat(where).st_dev
         return base if is_same and os.path.commonpath([base, where]) == base else None

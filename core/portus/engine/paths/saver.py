@@ -404,7 +404,7 @@ class FileSaver:
             try:
                 return publisher.begin(
                     *(each.real for each in files),
-                    base=base_of(files, request),
+                    base=base_of(request.base, files[0].real),
                     removed_elsewhere=request.removed_elsewhere,
                 )
             except MediumError as error:

@@ -44,11 +44,12 @@ class WrittenFile:
             # Its own: the interrupted call may hold the lock of the shared one (decision 0055).
             publisher = Publisher(Linux())
             stack.callback(publisher.close)
-            draft = publisher.begin(*(each.real for each in files), base=base_of(files, request))
+            paths = [each.real for each in files]
+            draft = publisher.begin(*paths, base=base_of(request.base, paths[0]))
             stack.callback(draft.abandon)
             for each, unpublished in zip(files, draft.files, strict=True):
                 _write(each, request.note, unpublished)
-            draft.publish(_newest_at([each.real for each in files]))
+            draft.publish(_newest_at(paths))
         took_s = time.perf_counter() - start
         size = sum(int(each.contents.lengths.sum()) for each in files)
         self.stats: Final = SaveStats(

@@ -28,7 +28,7 @@ _PAUSE_MIN_S: Final = 1.0
 PAUSE_MAX_S: Final = 60.0
 """Seconds between two tries, at most, if the store does not answer."""
 
-_SAY_S: Final = 10.0
+SAY_S: Final = 10.0
 """Seconds between two reports of progress to a user who waits."""
 
 READ_ALONE: Final = "it may be read, not written"
@@ -80,10 +80,6 @@ class BackgroundCopier(ABC):
     @abstractmethod
     def _describe_backlog(self) -> str:
         """Return the backlog in words; empty if all is mirrored."""
-
-    def _describe_wait(self) -> str:
-        """Return the reason of the wait at the end, in words."""
-        return self._describe_backlog() or "older versions are to be removed there"
 
     def _may_yield(self) -> bool:
         """Return whether a running upload may hold the space of a removed version or file."""
@@ -166,10 +162,11 @@ class BackgroundCopier(ABC):
         """Wait until the thread has ended, ``wait_s`` seconds at most; log why."""
         until_s = time.monotonic() + wait_s
         while thread.is_alive() and (left_s := until_s - time.monotonic()) > 0:
-            thread.join(min(_SAY_S, left_s))
+            thread.join(min(SAY_S, left_s))
             if thread.is_alive():
+                left = self._describe_backlog() or "older versions are to be removed there"
                 text = "portus: waiting for the mirror, Ctrl-C ends that: %s. %s"
-                _log.warning(text, self._describe_wait(), self._failure)
+                _log.warning(text, left, self._failure)
 
     @contextlib.contextmanager
     def _first_write(self) -> Iterator[None]:

@@ -87,11 +87,10 @@ class MirroredFiles(Mirror):
         *,
         step: int,
         time_ns: int,
-        term: int | None = None,
     ) -> FileAdded:
         """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return its
-        fact for ``count``. term: the term of the save, if not this one. A file there counts under
-        another name from now on, if the store copies objects that large.
+        fact for ``count``. A file there counts under another name from now on, if the store copies
+        objects that large.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file became shorter meanwhile.
@@ -114,7 +113,7 @@ class MirroredFiles(Mirror):
             size=file.size,
             step=step,
             time_ns=time_ns,
-            term=self.state.term if term is None else term,
+            term=self.state.term_at(time_ns),
         )
 
     def _upload(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
@@ -216,18 +215,14 @@ class MirroredFiles(Mirror):
 
     def restore(self, lost: Sequence[FileAdded]) -> None:
         """Make files of ``find_lost`` count again. Call it after ``claim``."""
-        newest, term = self.state.newest_file, self.state.term
-        lost = [replace(each, term=term) for each in lost]
-        if newest is not None:
-            # One that is older than the newest does not become that.
-            at, before = step_in(newest.path) or 0, newest.time_ns
-            lost = [
-                replace(each, term=newest.term, time_ns=min(each.time_ns, before - 1))
-                if (step_in(each.path) or at, each.time_ns) < (at, before)
-                else each
-                for each in lost
-            ]
-        self._say(lost)
+        state, facts = self.state, []
+        newest = state.newest_file
+        for each in lost:
+            time_ns = each.time_ns
+            if newest is not None and 0 < each.step < (step_in(newest.path) or 0):
+                time_ns = min(time_ns, newest.time_ns - 1)  # it does not become the newest
+            facts.append(replace(each, time_ns=time_ns, term=state.term_at(time_ns)))
+        self._say(facts)
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""

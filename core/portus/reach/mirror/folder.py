@@ -13,9 +13,8 @@ import contextlib
 import errno
 import os
 import secrets
-import stat
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import BinaryIO, Final
 
 from portus.engine.media.file_calls import file_error, write_all
 from portus.errors import MediumError, StaleError, TransportError, UsageError
@@ -49,8 +48,6 @@ _REFUSED: Final = (
     *(errno.ELOOP, errno.EXDEV),
 )
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-_SIZE_MAX: Final = 1 << 30
-"""Bytes of one call of read(2), at most."""
 
 
 class Folder:
@@ -99,16 +96,17 @@ class Folder:
                 return is_ours
 
     def get(self, name: str) -> bytes:
-        with self._translate_errors(), self._open(name) as (path, number):
-            length = os.fstat(number).st_size
-            data = self._read(path, number, 0, length)
+        with self._translate_errors(), self._open(name) as (path, file):
+            with naming_call("read", path):
+                length, data = os.fstat(file.fileno()).st_size, file.read()
             if len(data) < length:
                 raise TransportError(f"{path}: it became shorter while it was read; read it again")
-            return bytes(data)
+            return data
 
     def get_range(self, name: str, start: int, length: int) -> Part:
-        with self._translate_errors(), self._open(name) as (path, number):
-            found = self._read(path, number, start, length)
+        with self._translate_errors(), self._open(name) as (path, file), naming_call("read", path):
+            file.seek(start)
+            found = file.read(length)
         if len(found) < length:
             raise short(path, start, length, len(found))
         return found
@@ -224,30 +222,16 @@ class Folder:
                 self._files.remove(path)
 
     @contextlib.contextmanager
-    def _open(self, name: str) -> Iterator[tuple[str, int]]:
+    def _open(self, name: str) -> Iterator[tuple[str, BinaryIO]]:
         path = self._path(name)
         try:
-            number = os.open(path, os.O_RDONLY)
-        except (FileNotFoundError, NotADirectoryError):
+            file = open(path, "rb")  # noqa: SIM115
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise MissingError(f"{path}: there is no such object") from None
         except OSError as error:
             raise file_error("open", path, error) from error
-        try:
-            if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise MissingError(f"{path}: there is no such object")
-            yield path, number
-        finally:
-            os.close(number)
-
-    @staticmethod
-    def _read(path: str, number: int, start: int, length: int) -> memoryview:
-        """Return ``length`` bytes of a file from ``start`` on, or fewer at its end."""
-        view, done, count = memoryview(bytearray(length)), 0, 1
-        while count and done < length:
-            with naming_call("read", path):
-                count = os.preadv(number, [view[done : done + _SIZE_MAX]], start + done)
-            done += count
-        return view[:done]
+        with file:
+            yield path, file
 
     def _walk(self, directory: str, before: str, after: str) -> Iterator[ListedObject]:
         """Yield the objects below ``directory``, whose names begin with ``before``, in the order of

@@ -193,6 +193,10 @@ class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
         """The object that is the file."""
         return FileObject(self.name, self.size, self.digest)
 
+    def info(self, model: str) -> VersionInfo:
+        """Return what is known of the file, as of a version."""
+        return VersionInfo(model, 0, 0, self.step, self.digest, self.time_ns, self.size)
+
 
 class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
     """The fact that there is no file at ``path`` any more."""
@@ -251,6 +255,12 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     def file(self, path: str) -> FileAdded | None:
         """Return the fact of the file at ``path``; None if it is not there."""
         return next((each for each in self.files if each.path == path), None)
+
+    def term_at(self, time_ns: int) -> int:
+        """Return the term of a file of that time: that of files after it, or the present one. So an
+        old file that is mirrored late counts as old."""
+        after = [each.term for each in self.files if not each.link and each.time_ns > time_ns]
+        return min(after, default=self.term)
 
     @property
     def newest(self) -> Added | None:

@@ -164,16 +164,7 @@ class MirrorPlace(OpenPlace):
                 found.append(MirroredCheckpoint(self.place, info, mirror, added))
             # By term first: a late upload of an old run counts as old (decision 0141).
             for filed in sorted(state.files, key=lambda filed: (filed.term, filed.time_ns)):
-                info = VersionInfo(
-                    model=each,
-                    id=0,
-                    commit=0,
-                    step=filed.step,
-                    token=filed.digest,
-                    time_ns=filed.time_ns,
-                    size=filed.size,
-                )
-                found.append(MirroredCheckpoint(self.place, info, mirror, filed))
+                found.append(MirroredCheckpoint(self.place, filed.info(each), mirror, filed))
         return found
 
     @contextlib.contextmanager

@@ -17,12 +17,11 @@ import itertools
 import logging
 import os
 import posixpath
-import shutil
 import stat
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -37,7 +36,7 @@ from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.paths.request import make_directory
+from portus.engine.paths.request import base_of, make_directory
 from portus.engine.pipeline.request import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (
@@ -50,24 +49,19 @@ from portus.errors import (
     printable,
 )
 from portus.reach.index.directory import make_directory as make_marked_directory
-from portus.reach.index.journals import LINES, lines_path
-from portus.reach.media.local import LocalFiles, naming_call
+from portus.reach.media.local import naming_call
 from portus.reach.mirror.address import StoreAddress, StoreKind
-from portus.reach.mirror.background_copier import BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.background_copier import SAY_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
+from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
 from portus.reach.mirror.opening import open_file_store
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")
 
-_NOTE: Final = ".mirror"
-
 _HELD_MAX: Final = 256
 """Files of a directory that are open at once: a process may have 1,024."""
-
-_BAR: Final = 16
-"""Characters of a progress bar."""
 
 _DRAFTS_S: Final = 60.0
 """The longest that an upload waits for files of other processes in the same directory."""
@@ -93,14 +87,12 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """A checkpoint to upload: a file, or a directory. ``files``: all of its files now. ``term``:
-    the term of its save; None for this one."""
+    """A checkpoint to upload: a file, or a directory. ``files``: all of its files now."""
 
     path: str
     step: int
     files: tuple[_File, ...]
     is_directory: bool
-    term: int | None = None
 
     @property
     def newest(self) -> _File:
@@ -144,11 +136,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self._checkpoints: Final = checkpoints
         self._keep: Final = settings.mirror_keep
         self._of_directories: Final = of_directories
-        self._note_path: Final = lines_path(home, model).removesuffix(LINES) + _NOTE
+        self._home: Final = home
+        self._note_name: Final = f"{prefix_of(model)[:-1]}.mirror"
         self._mirror: Final = MirroredFiles(store, model, str(address))
         self._guard: Final = threading.RLock()
         """Guards the note, and the work to do."""
-        note = _read_note(self._note_path)
+        note = self._read_note()
         self._own_run: Final = note.run
         self._gone: Final = dict.fromkeys(note.gone, 0)
         """The paths that the run removed and the store may still have, and the time at which the
@@ -164,16 +157,16 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     # Before the first save.
 
-    def fetch(self) -> int:
+    def fetch(self) -> None:
         """Fetch the store's files, if this machine lacks the newest of them, and did not remove it.
-        Return the number of fetched files. Blocks.
+        Blocks.
 
         Raises ``UsageError`` if both have a history that the other one lacks, ``CorruptionError``
         if no file there is as it was uploaded, and what the store raises.
         """
         with PENDING.exempt():
-            state = self._mirror.read()
-            return self._fetch_all(state) if self._is_lost(state) else 0
+            if self._is_lost(state := self._mirror.read()):
+                self._fetch_all(state)
 
     def pull(self) -> tuple[list[str], bool]:
         """Fetch the store's files that this machine lacks, regardless of their history; return the
@@ -284,13 +277,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
             return list(self._waiting)
 
     def _describe_backlog(self) -> str:
-        left = self.backlog()
-        if not left:
-            return ""
-        return (
-            f"{len(left)} checkpoints of {printable(self._directory)} are not in {self.address}, "
-            f"the newest {printable(left[-1])}"
-        )
+        left, where = self.backlog(), printable(self._directory)
+        said = f"{len(left)} checkpoints of {where} are not in {self.address}, the newest "
+        return said + printable(left[-1]) if left else ""
 
     # The thread.
 
@@ -325,7 +314,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             # Other ranks publish their own files; later ones are in no entry.
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
-        filed = None if found is None else self._send(replace(found, term=committed.term))
+        filed = None if found is None else self._send(found)
         if found is None or filed is None:
             self._mirror.count([])
         else:
@@ -396,7 +385,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 stop,
                 step=found.step,
                 time_ns=file.time_ns,
-                term=found.term,
             )
         # After a write meanwhile the sent bytes are of no single moment. No write changes a version
         # in a pool.
@@ -483,8 +471,10 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _look(self) -> None:
         """Note the checkpoints in the directory that the store lacks: a killed process may have
         left some."""
-        newest = self._mirror.state.newest_file
-        for path in self._checkpoints_here():
+        here = set(self._images())
+        if self._of_directories:
+            here = {os.path.dirname(path) for path in here} - {os.path.normpath(self._checkpoints)}
+        for path in sorted(here):
             name = os.path.relpath(path, self._directory)
             found = self._read(name, step_in(name) or 0)
             with self._guard:
@@ -493,9 +483,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 # After ``_waiting``: a checkpoint leaves that only once the state has it.
                 if all(_is_same(each, self._mirror.state.file(each.path)) for each in found.files):
                     continue
-                is_old = newest is not None and found.time_ns < newest.time_ns
-                term = newest.term if newest is not None and is_old else None
-                self._waiting[name] = replace(found, term=term)
+                self._waiting[name] = found
 
     # Fetches of a machine without files.
 
@@ -545,12 +533,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
             newest[of] = max(newest.get(of, (0, 0)), (each.term, each.time_ns))
         return sorted(files, key=lambda each: (newest[of := self._checkpoint_of(each)], of))
 
-    def _fetch_all(self, state: State) -> int:
+    def _fetch_all(self, state: State) -> None:
         """Fetch missing files, oldest first: after a kill the newest is still missing."""
         files = self._missing(state)
         if not files:
-            return 0
-        together = [list(each) for _, each in itertools.groupby(files, self._checkpoint_of)]
+            return
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
@@ -560,16 +547,23 @@ class DirectoryMirror(BackgroundCopier, Companion):
             total,
             self.address,
         )
-        done, failure = 0, None
-        with _bar(total) as advance:
-            for part in together:
-                try:
-                    self._fetch(part, advance)
-                    done += len(part)
-                except CorruptionError as error:
-                    failure = error
-                    self._damaged.update(part)
-                    _log.error("portus: a checkpoint is not fetched: %s", error)
+        arrived, failure, said_s = 0, None, time.monotonic()
+
+        def advance(size: int) -> None:
+            nonlocal arrived, said_s
+            arrived += size
+            if time.monotonic() > said_s + SAY_S:
+                said_s = time.monotonic()
+                _log.warning("portus: fetched %d of %d MiB", arrived >> 20, total >> 20)
+
+        for _, together in itertools.groupby(files, self._checkpoint_of):
+            part = list(together)
+            try:
+                self._fetch(part, advance)
+            except CorruptionError as error:
+                failure = error
+                self._damaged.update(part)
+                _log.error("portus: a checkpoint is not fetched: %s", error)
         if failure is not None and not any(self._images()):
             raise failure
         for each in state.files:
@@ -579,7 +573,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     # Last: Lightning takes a `last` without its target for no checkpoint, and
                     # begins anew.
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
-        return done
 
     def _checkpoint_of(self, said: FileAdded) -> str:
         """Return the directory of a file's checkpoint; if the checkpoint is a file, its path."""
@@ -589,43 +582,24 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """Fetch the files of one directory, which become visible together."""
         paths = [os.path.realpath(self._path_of(each.path)) for each in files]
         make_directory(os.path.dirname(paths[0]))
-        publisher = Publisher(Linux())
-        try:
-            draft = publisher.begin(*paths, base=self._base_for(paths[0]))
-            try:
-                for each, path, file in zip(files, paths, draft.files, strict=True):
-                    number = file.file.number
-                    with self._mirror.open(each) as opened:
-                        opened.parts[0].write(number, each.path, advance)
-                    with contextlib.suppress(OSError):
-                        # Before it is published: a Lightning that starts chooses by times
-                        # (decision 0208).
-                        os.utime(number, ns=(each.time_ns, each.time_ns))
-                    with naming_call("sync", path):
-                        os.fsync(number)
-                draft.publish()
-            finally:
-                draft.abandon()
-        finally:
-            publisher.close()
-
-    def _base_for(self, path: str) -> str | None:
-        """Return the run's directory, for drafts; None on another file system, or elsewhere."""
-        base = os.path.realpath(self._directory)
-        is_below = os.path.commonpath([base, path]) == base
-        is_same = is_below and os.stat(base).st_dev == os.stat(os.path.dirname(path)).st_dev
-        return base if is_same else None
+        with contextlib.ExitStack() as stack:
+            publisher = Publisher(Linux())
+            stack.callback(publisher.close)
+            draft = publisher.begin(*paths, base=base_of(self._directory, paths[0]))
+            stack.callback(draft.abandon)
+            for each, path, file in zip(files, paths, draft.files, strict=True):
+                number = file.file.number
+                with self._mirror.open(each) as opened:
+                    opened.parts[0].write(number, each.path, advance)
+                with contextlib.suppress(OSError):
+                    # Before it is published: a Lightning that starts chooses by times
+                    # (decision 0208).
+                    os.utime(number, ns=(each.time_ns, each.time_ns))
+                with naming_call("sync", path):
+                    os.fsync(number)
+            draft.publish()
 
     # The directory.
-
-    def _checkpoints_here(self) -> Iterator[str]:
-        """Yield the checkpoints of Portus here: files, or directories of files."""
-        if not self._of_directories:
-            yield from self._images()
-            return
-        for path in sorted({os.path.dirname(each) for each in self._images()}):
-            if path != os.path.normpath(self._checkpoints):
-                yield path
 
     def _images(self) -> Iterator[str]:
         """Yield the files of Portus in the directories that may have some."""
@@ -692,54 +666,21 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if back:
             self._write_note()
 
+    def _read_note(self) -> _Note:
+        with contextlib.suppress(PortusError, msgspec.MsgspecError, ValueError):
+            note = msgspec.json.decode(Folder(self._home).get(self._note_name), type=_Note)
+            if len(bytes.fromhex(note.run)) == 16:
+                return note
+        return _Note(os.urandom(16).hex())
+
     def _write_note(self) -> None:
         """Write the note durably. Log a failure: then a kill may leave removed files there."""
-        directory = os.path.dirname(self._note_path)
-        fresh = f"{self._note_path}.new"
         try:
-            make_marked_directory(directory)
-            with open(fresh, "wb") as file:
-                file.write(msgspec.json.encode(_Note(self._own_run, list(self._gone))))
-                file.flush()
-                # Before the rename, or a power cut may leave an empty note under the name.
-                os.fsync(file.fileno())
-            os.replace(fresh, self._note_path)
-            LocalFiles().sync(directory)
-        except OSError as error:
-            _log.warning("portus: %s: %s", printable(self._note_path), error.strerror or error)
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function that takes counts of fetched bytes, of ``total``. It draws a bar on stderr,
-    if that is a terminal, on a line that is cleared at the end."""
-    stream, done = sys.stderr, 0
-
-    def draw(text: str) -> None:
-        if stream is not None and stream.isatty():
-            stream.write("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1])
-            stream.flush()
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        bar = "#" * (_BAR * done // max(1, total))
-        draw(f"portus: fetch [{bar:.<{_BAR}}] {done >> 20} of {total >> 20} MiB")
-
-    try:
-        yield advance
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-            draw("")
-
-
-def _read_note(path: str) -> _Note:
-    with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
-        with open(path, "rb") as file:
-            note = msgspec.json.decode(file.read(), type=_Note)
-        if len(bytes.fromhex(note.run)) == 16:
-            return note
-    return _Note(os.urandom(16).hex())
+            make_marked_directory(self._home)
+            note = _Note(self._own_run, list(self._gone))
+            Folder(self._home).put(self._note_name, msgspec.json.encode(note))
+        except PortusError as error:
+            _log.warning("portus: the removals of run %r are not noted: %s", self._model, error)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
