@@ -47,7 +47,10 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
     documents: list[Json] = []
     rows: list[Row] = []
     with Mirrors(address) as mirrors, _local(pool) as local:
-        for model in _models(mirrors):
+        models = mirrors.models()
+        if not models and mirrors.has_files_alone():
+            raise UsageError(f"{address}: {LOG_LOST}")
+        for model in models:
             state = mirrors.of(model).read()
             own = [each.info for each in local.values() if each.info.model == model]
             behind = [info.step for info in own if state.version(info.token) is None]
@@ -225,9 +228,13 @@ def _count_again(
         for each, time_ns in found
         if has_lost or time_ns is not None
     ]
-    if lost:
+
+    def restore() -> None:
         claim(mirrored, "mirror repair")
         mirrored.restore(lost)
+
+    if lost:
+        retry(restore)
     if is_new:
         yield "log", "restored", f"{mirrored.model}: its log", {"log": True, "files": len(lost)}
     for each in lost:
@@ -262,14 +269,6 @@ def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None)
             mirror.copy(opened.reader, opened.entry.info.id, Stop())
         else:
             mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
-
-
-def _models(mirrors: Mirrors) -> list[str]:
-    """Return the models that have a mirror. Raise ``UsageError`` if all logs are lost."""
-    models = mirrors.models()
-    if not models and mirrors.has_files_alone():
-        raise UsageError(f"{mirrors.address}: {LOG_LOST}")
-    return models
 
 
 def _address(url: str | None) -> StoreAddress:

@@ -540,9 +540,13 @@ def test_repair_sends_the_version_whose_entry_of_the_log_is_lost(scene: Scene) -
     assert (scene.steps(), portus("verify", scene.url).code) == ([10, 20, 30], 0)
 
 
-def test_repair_refuses_an_address_without_a_mirror(tmp_path: Path) -> None:
-    said = portus("mirror", "repair", f"file://{tmp_path}/typo")
-    assert (said.code, "there is no mirror to repair" in said.err) == (2, True)
+def test_repair_refuses_an_address_without_a_mirror(scene: Scene, tmp_path: Path) -> None:
+    save_mirrored(scene.url, 1)
+    before = set(tmp_path.rglob("*"))
+    for url in (f"file://{tmp_path}/typo", f"file://{tmp_path}/bucket"):  # above two mirrors
+        said = portus("mirror", "repair", url)
+        assert (said.code, "there is no mirror to repair" in said.err) == (2, True), said
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_status_says_what_of_the_pool_is_not_mirrored(scene: Scene) -> None:

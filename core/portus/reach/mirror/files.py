@@ -272,8 +272,10 @@ class MirroredFiles(Mirror):
             )
 
     def files_alone(self) -> list[str]:
-        """Return the objects that have a digest beside them."""
+        """Return the objects that have a digest beside them; none where others' mirrors are."""
         found = {each.name for each in self._uploads()}
+        if any(f"/{OWN}" in name and not name.startswith(OWN) for name in found):
+            return []  # a folder of several mirrors is none itself
         return sorted(name for name in found if name + DIGEST_SUFFIX in found)
 
     def sweep(self) -> int:

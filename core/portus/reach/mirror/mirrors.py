@@ -71,6 +71,8 @@ class Mirrors:
 
     def lost_runs(self) -> list[str]:
         """Return the runs that have files here, and no log. Makes a list for each model."""
+        if not self.has_files:
+            return []
         folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}
         runs = {model_of(each) for each in folders} - {None, *self.models()}
         return sorted(run for run in runs if run and self.files_of(run).files_alone())

@@ -171,10 +171,10 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def pull(self) -> tuple[list[str], bool]:
         """Fetch the store's files that this machine lacks, regardless of their history; return the
         paths, and whether all are fetched. Blocks. Raises as ``fetch``."""
-        before = self._missing(state := self._mirror.read())
+        missing = self._missing(state := self._mirror.read())
         self._fetch_all(state)
-        found = [each.path for each in before if self._has(each)]
-        return found, len(found) == len(before) and not self._mirror.damage
+        found = [each.path for together in missing for each in together if self._has(each)]
+        return found, not (self._damaged or self._mirror.damage)
 
     def begin(self) -> None:
         """Call ``fetch``, and mirror the commits of this run from now on, and of no other run. Call
@@ -520,24 +520,23 @@ class DirectoryMirror(BackgroundCopier, Companion):
             return _size_of(path, os.stat(path)) == said.size
         return False
 
-    def _missing(self, state: State) -> list[FileAdded]:
-        """Return the store's files that are not here, oldest first."""
-        files = [
-            each
-            for each in state.files
-            if not (each.link or each.retired or each in self._damaged or self._has(each))
-        ]
-        newest: dict[str, tuple[int, int]] = {}
-        for each in files:
-            of = self._checkpoint_of(each)
-            newest[of] = max(newest.get(of, (0, 0)), (each.term, each.time_ns))
-        return sorted(files, key=lambda each: (newest[of := self._checkpoint_of(each)], of))
+    def _missing(self, state: State) -> list[list[FileAdded]]:
+        """Return the store's files that are not here, each checkpoint's together, oldest first."""
+        found: dict[str, list[FileAdded]] = {}
+        for each in state.files:
+            if not (each.link or each.retired or each in self._damaged or self._has(each)):
+                checkpoint = os.path.dirname(each.path) if self._of_directories else each.path
+                found.setdefault(checkpoint, []).append(each)
+        return sorted(
+            found.values(), key=lambda files: max((each.term, each.time_ns) for each in files)
+        )
 
     def _fetch_all(self, state: State) -> None:
         """Fetch missing files, oldest first: after a kill the newest is still missing."""
-        files = self._missing(state)
-        if not files:
+        missing = self._missing(state)
+        if not missing:
             return
+        files = [each for together in missing for each in together]
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
@@ -556,13 +555,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 said_s = time.monotonic()
                 _log.warning("portus: fetched %d of %d MiB", arrived >> 20, total >> 20)
 
-        for _, together in itertools.groupby(files, self._checkpoint_of):
-            part = list(together)
+        for together in missing:
             try:
-                self._fetch(part, advance)
+                self._fetch(together, advance)
             except CorruptionError as error:
                 failure = error
-                self._damaged.update(part)
+                self._damaged.update(together)
                 _log.error("portus: a checkpoint is not fetched: %s", error)
         if failure is not None and not any(self._images()):
             raise failure
@@ -573,10 +571,6 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     # Last: Lightning takes a `last` without its target for no checkpoint, and
                     # begins anew.
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
-
-    def _checkpoint_of(self, said: FileAdded) -> str:
-        """Return the directory of a file's checkpoint; if the checkpoint is a file, its path."""
-        return os.path.dirname(said.path) if self._of_directories else said.path
 
     def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
         """Fetch the files of one directory, which become visible together."""
