@@ -24,7 +24,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Sequence,
@@ -417,10 +416,7 @@ def _serve(loop: _Loop) -> None:
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
-    loop.run_until_complete(_end(left))
+    if left:
+        loop.run_until_complete(asyncio.wait(left))
     loop.wait_for_threads()
     loop.close()
-
-
-async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -199,16 +199,13 @@ class Folder:
         another process may have made one, and not synced it yet."""
         if directory in self._safe:
             return
-        if directory != self._root:
-            self._make_safe(os.path.dirname(directory))
-        missing = [directory]
-        while not os.path.exists(parent := os.path.dirname(missing[-1])):
-            missing.append(parent)
-        for each in reversed(missing):
-            with naming_call("create", each), contextlib.suppress(FileExistsError):
-                os.mkdir(each)
-            # A new directory is a name in its parent, which must be durable, too.
-            self._files.sync(os.path.dirname(each))
+        parent = os.path.dirname(directory)
+        if len(directory) > len(self._root) or not os.path.exists(parent):
+            self._make_safe(parent)
+        with naming_call("create", directory), contextlib.suppress(FileExistsError):
+            os.mkdir(directory)
+        # A new directory is a name in its parent, which must be durable, too.
+        self._files.sync(parent)
         self._safe.add(directory)
 
     def _sweep(self, home: str, fresh: str) -> None:
