@@ -251,7 +251,8 @@ class MirrorLog:
             )
         return CorruptionError(
             f"{what} can be read. The first: {damage[0]}. Files of a run are still there, under "
-            "their own names, for any client of the store; to begin without, use another mirror"
+            f"their own names: delete {LOG} there, and portus mirror repair makes it anew; to "
+            "begin without, use another mirror"
         )
 
     def _up_to(self, newest: int) -> _KnownLog:
