@@ -152,7 +152,9 @@ class MirroredFiles(Mirror):
         """Make uploaded files count from now on, all by one entry of the log if it has room, and
         the files at ``gone`` no longer. Delete what they replace, and the uploads that are not
         going to count. Raises ``SupersededError``."""
-        self._objects.for_each(self._put_digest, [each for each in files if not each.link])
+        for each in files:
+            if not each.link:
+                self._put_digest(each)
         replaced = filter(None, map(self.state.file, [*(each.path for each in files), *gone]))
         # The entry first, then the deletion: the log never names an object that was deleted.
         self._uncounted.update(each.name for each in replaced if not each.link)
