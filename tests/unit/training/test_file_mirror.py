@@ -308,6 +308,21 @@ def test_a_file_that_is_written_to_while_it_is_uploaded_does_not_count(
     assert bucket.files() == {}, "what was sent is of no single moment"
 
 
+def test_what_the_run_removes_stays_where_what_replaced_it_cannot_be_mirrored(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    run.save("1.ckpt", 1).wait()
+    until(lambda: bucket.files() == {"ckpt/1.ckpt": 1})
+    run.save_stuck(bucket, "2.ckpt", 2)
+    os.truncate(tmp_path / "run/ckpt/2.ckpt", 0)
+    run.remove("1.ckpt")
+    until(lambda: run.here() == {"2.ckpt"})
+    bucket.gate.set()
+    run.files.close()
+    assert bucket.files() == {"ckpt/1.ckpt": 1}
+
+
 def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None:
     """The next save would write over the bytes that are being sent."""
     run = Run(bucket, tmp_path / "run").begin()
