@@ -23,31 +23,29 @@ failures: Final[list[str]] = []
 def register() -> None:
     """Watch for the modules to patch: see the module."""
     if is_on():
-        watch("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
-        watch("transformers.trainer", "Trainer", "portus_accelerate.trainer")
-        watch("transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.directories")
+        Watcher("accelerate.accelerator", "Accelerator", "portus_accelerate.patch")
+        Watcher("transformers.trainer", "Trainer", "portus_accelerate.trainer")
+        Watcher(
+            "transformers.trainer_utils", "get_last_checkpoint", "portus_accelerate.directories"
+        )
     if is_on() or is_on(OF_DEEPSPEED):
-        watch("deepspeed.runtime.engine", "DeepSpeedEngine", "portus_accelerate.deepspeed")
+        Watcher("deepspeed.runtime.engine", "DeepSpeedEngine", "portus_accelerate.deepspeed")
     if is_launcher():
         place = "accelerate.commands.config.config_args"
-        watch(place, "ClusterConfig", "portus_accelerate.launching")
+        Watcher(place, "ClusterConfig", "portus_accelerate.launching")
 
 
-def watch(module: str, name: str, hook: str) -> None:
-    """Call ``install`` of the module ``hook`` as soon as ``module`` is loaded and has ``name``."""
-    watcher = _Watcher(module, name, hook)
-    # First: the search ends at the finder that knows a module.
-    sys.meta_path.insert(0, watcher)
-    watcher.look()
-
-
-class _Watcher:
-    """A finder that finds no module. Python asks it at every import, so it sees each one."""
+class Watcher:
+    """Calls ``install`` of the module ``hook`` as soon as ``module`` is loaded and has ``name``. A
+    finder that finds no module: Python asks it at every import, so it sees each one."""
 
     def __init__(self, module: str, name: str, hook: str) -> None:
         self._module: Final = module
         self._name: Final = name
         self._hook: Final = hook
+        # First: the search ends at the finder that knows a module.
+        sys.meta_path.insert(0, self)
+        self.look()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         """Look, and return None: a part of Python's protocol."""
@@ -72,8 +70,3 @@ class _Watcher:
             failures.append(f"{self._hook} could not be used: {error!r}")
             with contextlib.suppress(Exception):  # stderr may be closed, or None
                 sys.stderr.write(f"portus: the flag has no effect: {error!r}\n")
-
-
-def is_waiting() -> bool:
-    """Return True if ``register`` waits for a module of the flag that is not imported yet."""
-    return any(isinstance(each, _Watcher) for each in sys.meta_path)

@@ -24,9 +24,10 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import portus
-from portus.dcp import FilesOfRank, LatestFile, RankFiles
+from portus.dcp import RankFiles
 from portus_accelerate.install_status import is_known, spell
 from portus_accelerate.settings import Settings, from_environment, from_mapping
 
@@ -38,6 +39,8 @@ NEWEST: Final = (0, 19)
 
 _FRAMEWORKS: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
 """Callers that remove older checkpoints as soon as a newer one was saved."""
+
+_STOCK_SAVES: Final = "portus: DeepSpeed saves this engine as it always did: %s"
 
 _FILES: Final = "_portus_files"
 _PATCHED: Final = "_portus_is_here"
@@ -108,15 +111,10 @@ def _files_of(engine: Any) -> EngineFiles | None:
             reason = why_not(engine, settings)
             if reason is None:
                 files = EngineFiles(engine, settings, may_give_up=True)
-            else:
-                _say_stock_saves(engine, reason)
+            elif engine.global_rank == 0:
+                _log.warning(_STOCK_SAVES, reason)
         setattr(engine, _FILES, files)
     return files_of(engine)
-
-
-def _say_stock_saves(engine: Any, reason: str) -> None:
-    if engine.global_rank == 0:
-        _log.warning("portus: DeepSpeed saves this engine as it always did: %s", reason)
 
 
 def _save(
@@ -143,7 +141,8 @@ def _save(
     except portus.UsageError as error:  # the same on all ranks
         if not files.may_give_up:
             raise
-        _say_stock_saves(self, str(error))
+        if self.global_rank == 0:
+            _log.warning(_STOCK_SAVES, error)
         setattr(self, _FILES, None)
         files.close()
         return stock(self, save_dir, tag, *given, **named)
@@ -267,7 +266,7 @@ class EngineFiles(RankFiles):
         directory = os.path.join(root, named_tag)
         returned: Any = None
 
-        def collect() -> FilesOfRank:
+        def collect() -> tuple[Mapping[str, object], list[torch.Tensor]]:
             nonlocal returned
             parts: dict[str, object] = {}
 
@@ -283,7 +282,7 @@ class EngineFiles(RankFiles):
                     save_latest=False,
                     **named,
                 )
-            return FilesOfRank(parts, _tensors_of_step(engine))
+            return parts, _tensors_of_step(engine)
 
         leader = _leader.get()
         if leader is None and self._chosen.mirror not in (None, "none"):
@@ -291,7 +290,7 @@ class EngineFiles(RankFiles):
                 "mirror: of DeepSpeed's checkpoints there is one under Accelerate and Trainer "
                 "alone; leave it out"
             )
-        latest = LatestFile(os.path.join(root, LATEST), named_tag) if save_latest else None
+        latest = (os.path.join(root, LATEST), named_tag) if save_latest else None
         # For a framework the root is one checkpoint.
         alone: _Leader = os.path.dirname(root) if is_of_framework else None, is_of_framework, []
         base, now, gathered = leader or alone
@@ -317,24 +316,18 @@ class EngineFiles(RankFiles):
         wanted = [tag] if tag is not None else _tags_in(root)
         if not wanted:
             return stock(load_dir, None, *given, **named)
-        first: portus.CorruptionError | None = None
+        errors = []
         for each in wanted:
             try:
                 return self._load(stock, load_dir, each, *given, **named)
             except portus.CorruptionError as error:
-                first = first or error
+                errors.append(error)
                 if tag is None and self._engine.global_rank == 0:
                     _log.error("portus: %s is passed over: %s", os.path.join(load_dir, each), error)
-        assert first is not None
-        raise first
+        raise errors[0]
 
     def _load(
-        self,
-        stock: Callable[..., Any],
-        load_dir: str,
-        tag: str,
-        *given: Any,
-        **named: Any,
+        self, stock: Callable[..., Any], load_dir: str, tag: str, *given: Any, **named: Any
     ) -> Any:
         directory = os.path.join(os.path.realpath(load_dir), tag)
         self.wait_for(directory)
@@ -383,17 +376,10 @@ def _tensors_of_step(engine: Any) -> list[torch.Tensor]:
 def tensors_of(optimizer: Any) -> list[torch.Tensor]:
     """Return the parameters and the states of an optimizer."""
     found = [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
-    for parameter, state in dict(getattr(optimizer, "state", {})).items():
-        found += _tensors_in(parameter) + _tensors_in(state)
-    return found
-
-
-def _tensors_in(value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [each for inner in value.values() for each in _tensors_in(inner)]
-    return []
+    state = dict(getattr(optimizer, "state", {}))
+    found += (each for each in state if isinstance(each, torch.Tensor))
+    leaves = tree_leaves(list(state.values()))
+    return [*found, *(each for each in leaves if isinstance(each, torch.Tensor))]
 
 
 def _tags_in(root: str) -> list[str]:

@@ -32,11 +32,6 @@ def kind_of(accelerator: Any) -> str | None:
     return str(accelerator.state.fsdp_plugin.state_dict_type.name)
 
 
-def saves_shards(accelerator: Any) -> bool:
-    """Return whether torch saves the states in shards."""
-    return kind_of(accelerator) == SHARDED
-
-
 @contextlib.contextmanager
 def saving(
     writer: PortusStorageWriter, step: int, *, now: bool

@@ -39,7 +39,9 @@ def status() -> str:
 def _why_not_told() -> str:
     if not is_on():
         return f"${FLAG} is not set in this process"
-    if "accelerate.accelerator" not in sys.modules and autoload.is_waiting():
+    if "accelerate.accelerator" not in sys.modules and any(
+        isinstance(each, autoload.Watcher) for each in sys.meta_path
+    ):
         return "Accelerate was not imported"
     return (
         "torch did not call Portus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all such calls off, and "

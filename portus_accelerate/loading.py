@@ -53,7 +53,7 @@ class StateLoader:
                 _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
                 self.passed_over.add(failed[0])  # training will save there again
             try:
-                loaded = self._load_by_all(stock, candidate)
+                loaded = self._load(stock, candidate, by_all=True)
             except (portus.CorruptionError, portus.UsageError) as error:
                 failed = candidate, error
             else:
@@ -113,37 +113,33 @@ class StateLoader:
         if self._settings.has_mirror and not all(gather_object([is_here])):
             self.fetch(directory)
 
-    def _load(self, stock: Stock, directory: str | None) -> Any:
+    def _load(self, stock: Stock, directory: str | None, *, by_all: bool = False) -> Any:
         """Have ``stock`` load a directory; verify every byte that has a digest. Raise
-        ``UsageError`` for one that was never complete."""
+        ``UsageError`` for one that was never complete. by_all: if one process raises, all do, also
+        if each machine has a directory of its own and theirs differ."""
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
         self._fetch_if_lost(directory, is_here=os.path.exists(directory))
         self._files.files.wait_for(directory)
         why = why_incomplete(directory)
-        if why:
+        if by_all:
+            # Before stock loads: its collectives would wait for a process that raised here.
+            self.raise_if_any(why if os.path.isdir(directory) else f"{directory}: not there")
+        elif why:
             raise portus.UsageError(why)
-        is_sharded = fsdp.saves_shards(self._accelerator)
+        is_sharded = fsdp.kind_of(self._accelerator) == fsdp.SHARDED
         shards = fsdp.verifying() if is_sharded else contextlib.nullcontext()
-        with verifying(), shards, naming(directory, self._accelerator.process_index):
-            return stock(directory)
-
-    def _load_by_all(self, stock: Stock, directory: str) -> Any:
-        """Have ``stock`` load a directory on all processes, or raise on all, also if each machine
-        has a directory of its own and theirs differ."""
-        self._fetch_if_lost(directory, is_here=os.path.exists(directory))
-        self._files.files.wait_for(directory)
-        is_there = os.path.isdir(directory)
-        # Before stock loads: its collectives would wait for a process that raised here.
-        self.raise_if_any(why_incomplete(directory) if is_there else f"{directory}: not there")
         try:
-            found = self._load(stock, directory)
+            with verifying(), shards, naming(directory, self._accelerator.process_index):
+                found = stock(directory)
         except (portus.CorruptionError, portus.UsageError) as error:
-            with contextlib.suppress(portus.UsageError):
-                self.raise_if_any(str(error))
+            if by_all:
+                with contextlib.suppress(portus.UsageError):
+                    self.raise_if_any(str(error))
             raise
-        self.raise_if_any("")
+        if by_all:
+            self.raise_if_any("")
         return found
 
     def raise_if_any(self, why: str) -> None:

@@ -196,7 +196,7 @@ class Saver:
                 handles[-1].wait()
 
         now = self._over or self.settings.blocking or _is_temporary(directory)
-        if fsdp.saves_shards(self._accelerator) and not portus.is_nested():
+        if fsdp.kind_of(self._accelerator) == fsdp.SHARDED and not portus.is_nested():
             parts_of_ranks = fsdp.saving(self._files.opened_shards(directory), step, now=now)
         else:
             parts_of_ranks = gather_engine_files(os.path.dirname(run.links), now=now)

@@ -190,7 +190,10 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
     Trainer only does it at a save. chosen: the checkpoint this training resumed from. Remove
     nothing unless that is the newest: the one that stays may have been cut off."""
     module: Any = sys.modules["transformers.trainer"]
-    if trainer.args.should_save and _is_newest(chosen):
+    steps = numbered_directories(os.path.dirname(chosen), NAME)
+    times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
+    # By its step and by its time: Trainer uses either.
+    if trainer.args.should_save and steps[-1:] == times[-1:] == [chosen]:
         module.rotate_checkpoints(
             output_dir=trainer.args.output_dir,
             save_total_limit=trainer.args.save_total_limit,
@@ -198,13 +201,6 @@ def _rotate_now(trainer: Any, chosen: str) -> None:
             # As in Trainer's own call.
             use_mtime=True,
         )
-
-
-def _is_newest(checkpoint: str) -> bool:
-    """Return True if none beside it is newer, by its step or by its time: Trainer uses either."""
-    steps = numbered_directories(os.path.dirname(checkpoint), NAME)
-    times = sorted(steps, key=os.path.getmtime)  # those of one time stay in the order of steps
-    return steps[-1:] == times[-1:] == [checkpoint]
 
 
 def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
@@ -223,21 +219,17 @@ def _follow_the_cadence(trainer: Any, saver: Saver) -> None:
 def _log_values(
     stock: Callable[..., None], self: Any, logs: dict[str, float], *more: Any, **named: Any
 ) -> None:
+    """Log, and pass what saves cost to all callbacks that log, but those that print. It is not
+    added to the history in ``trainer_state.json``."""
     is_last = "train_runtime" in logs  # trackers close after that
     stock(self, logs, *more, **named)
     saver = saver_of(self.accelerator)
-    for stats in () if saver is None else saver.take_stats(wait=is_last):
-        _tell_trackers(self, stats.metrics())
-
-
-def _tell_trackers(trainer: Any, metrics: dict[str, float]) -> None:
-    """Pass ``metrics`` to all callbacks that log, but those that print. They are not added to the
-    history in ``trainer_state.json``."""
     callbacks: Any = sys.modules["transformers.trainer_callback"]
     prints = (callbacks.PrinterCallback, callbacks.ProgressCallback)
-    some = copy.copy(trainer.callback_handler)
+    some = copy.copy(self.callback_handler)
     some.callbacks = [each for each in some.callbacks if not isinstance(each, prints)]
-    trainer.control = some.on_log(trainer.args, trainer.state, trainer.control, metrics)
+    for stats in () if saver is None else saver.take_stats(wait=is_last):
+        self.control = some.on_log(self.args, self.state, self.control, stats.metrics())
 
 
 def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:

@@ -30,7 +30,7 @@ def _finding(name: str) -> list[Finding]:
         number = version(name)
     except PackageNotFoundError:
         return []
-    if _parts(number) < OLDEST:
+    if tuple(int(each) for each in number.split(".")[:2] if each.isdecimal()) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         return [(name, f"{number} is older than {oldest}", f"upgrade to {oldest} or later")]
     if portus.is_disabled():
@@ -41,8 +41,3 @@ def _finding(name: str) -> list[Finding]:
         text = f"{number}: Trainers do NOT find the callback of Portus: no exact resume, no metrics"
         return [(name, text, "install portus-checkpoint again, in this environment")]
     return [(name, f"{number}: takes effect where a Trainer has plugins=[PortusIO()]", "")]
-
-
-def _parts(number: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version."""
-    return tuple(int(each) for each in number.split(".")[:2] if each.isdecimal())

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from portus.reach.dcp.directory_reader import PortusStorageReader
 from portus.reach.dcp.directory_writer import PortusStorageWriter
-from portus.reach.dcp.rank_files import FilesOfRank, LatestFile, RankFiles
+from portus.reach.dcp.rank_files import RankFiles
 from portus.reach.dcp.whole_calls import async_save, load, load_newest, save
 from portus.reach.shards.directories import has_digests
 
 __all__ = [
-    "FilesOfRank",
-    "LatestFile",
     "PortusStorageReader",
     "PortusStorageWriter",
     "RankFiles",

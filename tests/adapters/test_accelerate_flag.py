@@ -329,7 +329,7 @@ def test_where_nothing_can_be_said_a_damaged_entry_breaks_nothing_either(
     monkeypatch.setattr(sys, "stderr", None)
     entry = runpy.run_path(str(HERE.parents[1] / "core" / "portus_in_torch.py"))
     entry["follow_the_flag"]()
-    autoload.watch("runpy", "run_path", "portus_accelerate")
+    autoload.Watcher("runpy", "run_path", "portus_accelerate")
     assert autoload.failures == [f"portus_accelerate could not be used: {error!r}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ class Waiting:
 def test_a_save_that_is_given_up_while_it_waits_waits_no_more(tmp_path: Path) -> None:
     given_up = {OTHER}
     gate = _Gate(str(tmp_path), SAVE, given_up)
-    with gate.never_shut():
+    with closing(gate):
         waiting = Waiting(gate)
         assert not waiting.is_over, "no gate is open"
         gate.open(["a", "b"])
@@ -63,7 +64,7 @@ def test_a_save_that_is_given_up_while_it_waits_waits_no_more(tmp_path: Path) ->
 
 def test_files_become_visible_once_those_of_all_others_are_there(tmp_path: Path) -> None:
     gate = _Gate(str(tmp_path), SAVE, set())
-    with gate.never_shut():
+    with closing(gate):
         gate.open(["a", "b"])
     (tmp_path / "a").touch()
     waiting = Waiting(gate)
@@ -75,7 +76,7 @@ def test_files_become_visible_once_those_of_all_others_are_there(tmp_path: Path)
 
 def test_a_gate_that_nobody_opened_lets_nothing_through(tmp_path: Path) -> None:
     gate = _Gate(str(tmp_path), SAVE, set())
-    with gate.never_shut():
+    with closing(gate):
         pass
     with pytest.raises(AbandonedError, match="another rank could not begin"):
         gate.ready()
@@ -83,7 +84,7 @@ def test_a_gate_that_nobody_opened_lets_nothing_through(tmp_path: Path) -> None:
 
 def test_who_waits_for_nobody_looks_at_no_directory(tmp_path: Path) -> None:
     gate = _Gate(str(tmp_path / "not there"), SAVE, set())
-    with gate.never_shut():
+    with closing(gate):
         gate.open(())
     gate.ready()
     await_files(str(tmp_path), (), SAVE, {SAVE})

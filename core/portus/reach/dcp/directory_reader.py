@@ -10,9 +10,9 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from portus.engine.copying.local import fetch
-from portus.engine.copying.segments import Digests, Source, Stop
+from portus.engine.copying.segments import Digests, Sources, Stop
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.fence.fence import before_write
 from portus.engine.files.pending import PENDING
@@ -31,7 +31,6 @@ from portus.engine.image.image import Read
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
-from portus.engine.spec import Extent
 from portus.errors import (
     CorruptionError,
     NoCheckpointError,
@@ -59,35 +58,14 @@ _BUFFERS_MAX: Final = 256 << 20
 """The most bytes of buffered shards, before the next ones are read."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A shard by the metadata: one block of memory, in order."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Storage:
-    """One block of memory in a file: its name in messages, its place in the file, and the digest of
-    each of its units (None if the file has none)."""
+class _Storage(NamedTuple):
+    """One block of memory in a file, or whole units of it: its name in messages, its place in the
+    file, and the digest of each of its units (None if the file has none)."""
 
     name: str
     offset: int
     size: int
     digests: Digests | None
-
-
-@dataclass(frozen=True, slots=True)
-class _UnitsToRead:
-    """Whole units of a file to read to memory: their place in the file, their digests (None:
-    unknown), and the call that follows."""
-
-    source: Source
-    offset: int
-    digests: Digests | None
-    name: str
-    then: Callable[[], None]
 
 
 class PortusStorageReader(FileSystemReader):
@@ -165,15 +143,14 @@ class PortusStorageReader(FileSystemReader):
         self._save = getattr(metadata.storage_meta, "save_id", None)
         self._chunks = {}
 
-    def _block(self, index: MetadataIndex) -> _Block:
-        """Return the block of a shard, by the metadata."""
+    def _block(self, index: MetadataIndex) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the sizes and the type of a shard, one block of memory, by the metadata."""
         noted: Any = self._known[index.fqn]
         if index.fqn not in self._chunks:
             self._chunks[index.fqn] = {
                 tuple(each.offsets): tuple(each.sizes) for each in noted.chunks
             }
-        sizes = self._chunks[index.fqn][tuple(index.offset or ())]
-        return _Block(sizes, noted.properties.dtype)
+        return self._chunks[index.fqn][tuple(index.offset or ())], noted.properties.dtype
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load this rank's items, one file after another. Raises ``CorruptionError`` with file,
@@ -261,7 +238,8 @@ class _FileLoader:
         self._planner: Final = planner
         self._verify: Final = reader._verify
         self._read: Final[Read] = reads(file)
-        self._wanted: Final[list[_UnitsToRead]] = []
+        self._wanted: list[tuple[_Storage, int, Callable[[], None]]] = []
+        """Units to read to an address, and the call that follows."""
         self._buffered = 0
 
     def load(self, item: ReadItem, found: RankFile, place: Any) -> None:
@@ -316,15 +294,24 @@ class _FileLoader:
         return target
 
     def _load_block(self, item: ReadItem, target: torch.Tensor, storage: _Storage) -> None:
-        block = self._reader._block(item.storage_index)
-        rows, size = block.sizes[:1] or (1,), storage.size
-        if math.prod(block.sizes) * block.dtype.itemsize != size:
-            raise CorruptionError(f"{storage.name}: {size} bytes are not those of {block}")
-        if _is_whole(item, target, block):
+        sizes, dtype = self._reader._block(item.storage_index)
+        rows, size = sizes[:1] or (1,), storage.size
+        if math.prod(sizes) * dtype.itemsize != size:
+            raise CorruptionError(
+                f"{storage.name}: {size} bytes are not those of a {dtype} tensor of shape {sizes}"
+            )
+        if (
+            tuple(item.lengths) == sizes
+            and target.dtype == dtype
+            and target.device.type == "cpu"
+            and target.layout is torch.strided
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+        ):  # the bytes of the shard are those of its target
             commit = partial(self._planner.commit_tensor, item, target)
-            self._want(storage, 0, size, target.data_ptr(), commit)
+            self._wanted.append((storage, target.data_ptr(), commit))
             return
-        first, count = (item.storage_offsets[0], item.lengths[0]) if block.sizes else (0, 1)
+        first, count = (item.storage_offsets[0], item.lengths[0]) if sizes else (0, 1)
         each = size // max(1, rows[0])
         begin, end = (
             first * each // UNIT * UNIT,
@@ -334,12 +321,16 @@ class _FileLoader:
         inside = first * each - begin
 
         def copy() -> None:
-            found = buffer[inside : inside + count * each].view(block.dtype)
-            shape = (count, *block.sizes[1:]) if block.sizes else ()
+            found = buffer[inside : inside + count * each].view(dtype)
+            shape = (count, *sizes[1:]) if sizes else ()
             target.copy_(_narrow(found.reshape(shape), item, first))
             self._planner.commit_tensor(item, target)
 
-        self._want(storage, begin, end, buffer.data_ptr(), copy)
+        # Whole units, though less is wanted: a digest is of a unit.
+        digests = storage.digests
+        units = None if digests is None else digests[begin // UNIT : -(-end // UNIT)]
+        part = _Storage(storage.name, storage.offset + begin, end - begin, units)
+        self._wanted.append((part, buffer.data_ptr(), copy))
         self._buffered += len(buffer)
         # Memory is bounded, and many small shards still share one round of reads.
         if self._buffered > _BUFFERS_MAX:
@@ -347,36 +338,25 @@ class _FileLoader:
 
     def flush(self) -> None:
         """Read the wanted units, compare them, and pass them on."""
-        wanted, self._wanted[:] = list(self._wanted), []
-        self._buffered = 0
-        filled = [each for each in wanted if each.source.length]
-        stored, at = fetch(self._file.medium, [each.source for each in filled], Stop()), 0
-        for each in filled:
-            units = int(unit_counts(np.array([each.source.length]))[0])
+        wanted, self._wanted, self._buffered = self._wanted, [], 0
+        filled = [each for each in wanted if each[0].size]
+        rows = [(each.offset, each.size, address) for each, address, _ in filled]
+        offset, length, address = np.array(rows, np.int64).reshape(-1, 3).T.copy()
+        held, held_length = self._file.extents(offset, length)
+        sources = Sources(
+            address=address, length=length, extent_offset=held, extent_length=held_length
+        )
+        stored, at = fetch(self._file.medium, sources, Stop()), 0
+        for (part, *_), units in zip(filled, unit_counts(length).tolist(), strict=True):
             own, at = stored[at : at + units], at + units
             # Compared in place: a load reads each byte once (decision 0213).
-            if each.digests is not None and not np.array_equal(own, each.digests):
+            if self._verify and part.digests is not None and not np.array_equal(own, part.digests):
                 raise CorruptionError(
-                    f"{each.name}: {each.source.length} bytes at {each.offset} are not those that "
+                    f"{part.name}: {part.size} bytes at {part.offset} are not those that "
                     "were saved. Load another checkpoint, and check the disk"
                 )
-        for each in wanted:
-            each.then()
-
-    def _want(
-        self, storage: _Storage, begin: int, end: int, address: int, then: Callable[[], None]
-    ) -> None:
-        """Have ``flush`` read whole units of a storage to ``address``, and then call ``then``."""
-        digests = None
-        if self._verify and storage.digests is not None:
-            # Whole units, though less is wanted: a digest is of a unit.
-            digests = storage.digests[begin // UNIT : -(-end // UNIT)]
-        columns = self._file.extents(np.array([storage.offset + begin]), np.array([end - begin]))
-        extents = map(Extent, *(each.tolist() for each in columns))
-        source = Source(address, end - begin, tuple(extents))
-        self._wanted.append(
-            _UnitsToRead(source, storage.offset + begin, digests, storage.name, then)
-        )
+        for _, _, then in wanted:
+            then()
 
 
 def _of_safetensors(directory: str) -> FileSystemReader | None:
@@ -388,18 +368,6 @@ def _of_safetensors(directory: str) -> FileSystemReader | None:
     if not has_safetensors_of_torch(directory):
         return None
     return HuggingFaceStorageReader(directory)
-
-
-def _is_whole(item: ReadItem, target: torch.Tensor, block: _Block) -> bool:
-    """Return True if the bytes of a shard are those of its target."""
-    return (
-        tuple(item.lengths) == block.sizes
-        and target.dtype == block.dtype
-        and target.device.type == "cpu"
-        and target.layout is torch.strided
-        and target.is_contiguous()
-        and not (target.is_conj() or target.is_neg())
-    )
 
 
 def _narrow(tensor: torch.Tensor, item: ReadItem, first: int) -> torch.Tensor:

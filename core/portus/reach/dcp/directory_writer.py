@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import re
 import time
@@ -41,7 +40,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import PortusError, UsageError, printable
 from portus.reach.dcp.claim import SeriesClaim
 from portus.reach.dcp.rank_files import RankSave, RankSaves
-from portus.reach.index.place import DEFAULT_DIRECTORY, Place, PlaceName, hosts_of
+from portus.reach.index.place import Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
 from portus.reach.shards.layouts import LAYOUTS
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from portus.engine.job.settings import SettingsDict
-
-_log: Final = logging.getLogger("portus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,36 +133,28 @@ class PortusStorageWriter(StorageWriter):
             raise UsageError(f"keep: expected 1 or more, found {keep!r:.200}")
         self._pool: Final = hosts
         self._default: Final = None if place is None or named else Place.parse(place).path
-        self._arguments: Final[dict[str, Any]] = dict(
-            place=self._default,
-            model=model,
-            keep=keep,
-            links=links,
-            layout=layout,
-            pool=hosts,
-            **settings,
-        )
+        named_values: Any = dict(keep=keep, links=links, layout=layout, pool=hosts, **settings)
+        self._make: Final = partial(PortusStorageWriter, self._default, model, **named_values)
         self._layout: Final = laid
         self._settings: Final = Settings(**settings)
         self._name: Final = model
         self._keep: Final = keep
         self._links: Final = links
         self._files: TrainingFiles | None = None
-        self._is_first = False
         self._claims: Final[dict[tuple[str, str], SeriesClaim]] = {}
         self._directory = ""
         self._is_coordinator = False
         self._options = _SaveOptions()
         self._saves: Final = RankSaves(self._settings)
         self._count = 0
-        self._start: _Start | None = None
+        self._start = _Start(0, 0, ())
         self._contents: ShardContents | None = None
         self._local = SavePlan([])
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
         self._planned: _PlannedDirectory | None = None
         # Now, not at the first save: an optimizer's tensors are unknown until it has stepped.
-        self._open_files(is_first=standing()[0] == 0).open()
+        self._open_files(leads=standing()[0] == 0).open()
 
     # The user's calls.
 
@@ -226,7 +215,6 @@ class PortusStorageWriter(StorageWriter):
             planner=planner,
             process_group=ranks,
         )
-        assert self._start is not None
         number = self._start.save.to_bytes(ID_SIZE, "big")
         self._planned = _PlannedDirectory(
             RankPlan.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
@@ -238,7 +226,7 @@ class PortusStorageWriter(StorageWriter):
         have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
         if standing()[0] == 0:
             above = os.path.realpath(checkpoints)
-            self._open_files(is_first=True).fetch(*self._run(above), above)
+            self._open_files(leads=True).fetch(self._name, self._links, above)
 
     def link(self, link: str, target: str) -> None:
         """Make ``link`` refer to the directory ``target``, both absolute, once that is complete.
@@ -279,7 +267,7 @@ class PortusStorageWriter(StorageWriter):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the arguments with which pickle makes this writer in another process."""
-        return partial(PortusStorageWriter, **self._arguments), ()
+        return self._make, ()
 
     # torch's calls.
 
@@ -309,7 +297,7 @@ class PortusStorageWriter(StorageWriter):
         if not self._directory:
             self.reset()
         self._is_coordinator = is_coordinator
-        self._contents = None
+        self._contents = self._metadata = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add this rank's report to the plan."""
@@ -347,13 +335,13 @@ class PortusStorageWriter(StorageWriter):
         self._saves.hear(start.failed, self.remove, is_first=self._is_coordinator)
         contents = self._layout(plan.items, resolve_items(plan.items, planner))
         self._sizes = contents.sizes
-        asked = self._ask(start, contents)
+        name = self._ask(start, contents)
         if self._is_coordinator:
             self._contents = contents
         else:
-            self._begin(asked, contents)
+            self._begin(name, contents)
         future: Future[list[WriteResult]] = Future()
-        future.set_result(contents.results(os.path.basename(asked.paths[0])))
+        future.set_result(contents.results(name))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -373,47 +361,41 @@ class PortusStorageWriter(StorageWriter):
         # A time, so no name returns after a restart; and rising, whatever the clock does.
         return max(time.time_ns(), max((each.save for each in self._saves.asked), default=0) + 1)
 
-    def _ask(self, start: _Start, contents: ShardContents) -> RankSave:
-        """Return a new save that all ranks take part in."""
+    def _ask(self, start: _Start, contents: ShardContents) -> str:
+        """Begin a save that all ranks take part in. Return the name of this rank's file."""
         self._start, contents.save = start, start.save
         name = self._layout.file_name(start.rank, start.save)
-        asked = RankSave(start.save, [os.path.join(self._directory, name)])
-        self._saves.asked.append(asked)
-        return asked
+        self._saves.asked.append(RankSave(start.save, [os.path.join(self._directory, name)]))
+        return name
 
-    def _begin(self, asked: RankSave, contents: ShardContents) -> None:
-        """Begin to save this rank's file, on a rank that does not coordinate."""
-        asked.handle = self._begin_files().save_directory(
-            self._directory,
-            {os.path.basename(asked.paths[0]): contents},
-            self._step(),
-            fenced=self._options.fenced,
+    def _begin(self, own: str, contents: ShardContents, **more: Any) -> SaveHandle:
+        """Begin to save this rank's file, named ``own``. more: see ``save_directory``."""
+        options, step, self._options = self._options, self._step(), _SaveOptions()
+        files = {own: contents, **more.pop("files", {})}
+        handle = self._begin_files().save_directory(
+            self._directory, files, step, fenced=options.fenced, **more
         )
-        self._options = _SaveOptions()
+        self._saves.asked[-1].handle = handle
+        return handle
 
     def _begin_whole(self, contents: ShardContents, metadata: Metadata, count: int) -> None:
         """Begin to save the file of the rank that coordinates, and the metadata of ``count`` ranks.
         Return when the checkpoint is complete, or at once for a late save."""
-        start, asked = self._start, self._saves.asked[-1]
-        assert start is not None
-        options, step, self._options = self._options, self._step(), _SaveOptions()
+        start, options = self._start, self._options
         metadata.storage_meta = StorageMeta(checkpoint_id=self._directory, save_id=str(start.save))
-        own = os.path.basename(asked.paths[0])
-        others = [self._layout.file_name(rank, start.save) for rank in range(count)]
-        others.remove(own)
+        names = [self._layout.file_name(rank, start.save) for rank in range(count)]
+        own = names.pop(start.rank)
         # Before this rank writes anything: the others have begun by now (decision 0213).
-        if others and not self._open_files().has_begun:
-            require_seen(self._directory, others)
+        if names and not self._open_files().has_begun:
+            require_seen(self._directory, names)
         older = self._older(start.save)
         last = LiteralContents(metadata_file(pickle_metadata(metadata)))
-        handle = self._begin_files().save_directory(
-            self._directory,
-            {own: contents, NAME: last, **options.files},
-            step,
-            ready=partial(await_files, self._directory, others, start.save, self._saves.given_up),
-            fenced=options.fenced,
+        handle = self._begin(
+            own,
+            contents,
+            files={NAME: last, **options.files},
+            ready=partial(await_files, self._directory, names, start.save, self._saves.given_up),
         )
-        asked.handle = handle
         # After the commit, by the queue: the earlier `.metadata` refers to them until then.
         for path in (*older, *self._surplus()):
             self._begin_files().remove(path)
@@ -441,12 +423,11 @@ class PortusStorageWriter(StorageWriter):
         self, before: _PlannedDirectory, number: bytes, contents: ShardContents
     ) -> None:
         save, rank = int.from_bytes(number, "big"), before.planned.rank
-        asked = self._ask(_Start(save, rank, ()), contents)
-        if not self._is_coordinator:
-            self._begin(asked, contents)
+        own = self._ask(_Start(save, rank, ()), contents)
+        if before.metadata is None:  # another rank coordinates
+            self._begin(own, contents)
             return
         metadata = before.metadata = copy.copy(before.metadata)
-        assert metadata is not None
         assert metadata.storage_meta is not None
         name, old = self._layout.file_name, int(metadata.storage_meta.save_id or 0)
         names = {name(each, old): name(each, save) for each in range(before.planned.count)}
@@ -458,38 +439,26 @@ class PortusStorageWriter(StorageWriter):
 
     # Between saves.
 
-    def _open_files(self, *, is_first: bool | None = None) -> TrainingFiles:
+    def _open_files(self, *, leads: bool | None = None) -> TrainingFiles:
         if self._files is None:
-            self._is_first = self._is_coordinator if is_first is None else is_first
-            # One rank handles the journal and mirror of all files, which are in one directory.
-            alone = replace(self._settings, journal=False, mirror="none")
-            settings = self._settings if self._is_first else alone
             self._files = TrainingFiles(
-                settings,
+                self._settings,
                 of_directories=True,
                 telling=re.escape(NAME),
-                # The rank that coordinates removes files of all; this one keeps links to its own,
-                # to reuse the removed ones.
-                removed_elsewhere=not self._is_first and self._pool is None,
+                leads=self._is_coordinator if leads is None else leads,
                 pool=self._pool,
                 is_named=self._name is not None,
                 rank=standing()[0],
             )
         return self._files
 
-    def _run(self, above: str) -> tuple[str, str]:
-        """Return the name of the run that saves to ``above``, and the directory of its journal."""
-        name = self._name or os.path.basename(above) or "checkpoints"
-        return name, self._links or os.path.join(above, DEFAULT_DIRECTORY)
-
     def _begin_files(self) -> TrainingFiles:
-        if self._files is not None and self._is_first != self._is_coordinator:
+        if self._files is not None and self._files.leads != self._is_coordinator:
             self._files.close()  # it was made before the ranks were known
             self._files = None
         files = self._open_files()
         if not files.has_begun:
-            above = os.path.dirname(self._directory)
-            files.begin(*self._run(above), above)
+            files.begin(self._name, self._links, os.path.dirname(self._directory))
         return files
 
     def _take(self) -> None:

@@ -16,8 +16,8 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import read_note
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import AbandonedError, CorruptionError, PortusError, UsageError, printable
-from portus.reach.index.place import DEFAULT_DIRECTORY
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.training.training_files import TrainingFiles
 
@@ -105,23 +104,6 @@ class RankSaves:
                 _log.error("%s", text)
 
 
-@dataclass(frozen=True, slots=True)
-class FilesOfRank:
-    """A rank's part of a save: files by their names, and the tensors in them that no code writes
-    before ``RankFiles.fence`` was called."""
-
-    files: Mapping[str, object]
-    fenced: Sequence[torch.Tensor] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LatestFile:
-    """A text file that will name the checkpoint once that is complete."""
-
-    path: str
-    text: str
-
-
 class RankFiles(TrainingFiles):
     """The checkpoints of a job. Make one on each rank, with the same settings. Its methods are
     called on every rank, but for ``fence``."""
@@ -130,13 +112,7 @@ class RankFiles(TrainingFiles):
         """Prepare for a job. run: its name, in the journal; None: the name of the directory above
         the checkpoints. Raises ``UsageError`` for settings that only pools have."""
         self._run: Final = run
-        self._is_first: Final = standing()[0] == 0
-        alone = replace(settings, journal=False, mirror="none")
-        super().__init__(
-            settings if self._is_first else alone,
-            of_directories=True,
-            removed_elsewhere=not self._is_first,
-        )
+        super().__init__(settings, of_directories=True, leads=standing()[0] == 0)
         self.open()
         self._has_seen = False
         self._saves: Final = RankSaves(settings)
@@ -144,19 +120,21 @@ class RankFiles(TrainingFiles):
     def save_ranks(
         self,
         directory: str,
-        collect: Callable[[], FilesOfRank],
+        collect: Callable[[], tuple[Mapping[str, object], Sequence[torch.Tensor]]],
         step: int,
         *,
-        latest: LatestFile | None = None,
+        latest: tuple[str, str] | None = None,
         base: str | None = None,
         now: bool = False,
     ) -> list[SaveHandle]:
         """Begin to save what ``collect`` returns into ``directory``, absolute. Collective.
 
-        collect: called on all ranks between two exchanges; its errors are raised unchanged.
-        latest: replaced once the checkpoint is complete; by the first rank. base: of a part of
-        another checkpoint, the directory whose hidden folder has the drafts. now: return when the
-        checkpoint is complete.
+        collect: called on all ranks between two exchanges; its errors are raised unchanged. It
+        returns this rank's files by their names, and the tensors in them that no code writes before
+        ``fence`` was called. latest: the path and the text of a file that names the checkpoint, to
+        be replaced once that is complete; by the first rank. base: of a part of another checkpoint,
+        the directory whose hidden folder has the drafts. now: return when the checkpoint is
+        complete.
 
         Returns the handles of this rank's saves: of its files, and of ``latest``. Raises on all
         ranks ``UsageError`` for a value that cannot be saved, and ``AbandonedError`` for a save
@@ -166,13 +144,17 @@ class RankFiles(TrainingFiles):
         numbers, have_files, failed = _exchange(
             uuid.uuid4().int, _has_files(where), self._saves.take_failures()
         )
-        self._saves.hear(failed, self.remove, is_first=self._is_first)
+        self._saves.hear(failed, self.remove, is_first=self.leads)
         # The first rank's, since all need the same one.
         save, is_in_place = numbers[0], any(have_files)
-        found = collect()
+        files, fenced = collect()
         gate = _Gate(where, save, self._saves.given_up)
-        with gate.never_shut():
-            handle, problem = self._draft(where, base, found, step, b"%032x" % save, gate)
+        with contextlib.closing(gate):  # its worker continues, whatever happens here
+            handle, problem = None, None
+            try:
+                handle = self._draft(where, base, files, fenced, step, gate)
+            except PortusError as error:
+                problem = error
             if handle is not None and is_in_place:
                 # In a directory that has a checkpoint all drafts are durable before the first
                 # rename.
@@ -181,25 +163,24 @@ class RankFiles(TrainingFiles):
             # For example on a full disk.
             has_failed = handle is not None and handle.done and not handle.committed
             # None is visible yet: the gates open only if no rank was refused.
-            names, problems, failures = _exchange(tuple(found.files), problem, has_failed)
+            names, problems, failures = _exchange(tuple(files), problem, has_failed)
             others = [name for each in names[1:] for name in each]
             refused = [each for each in problems if each is not None]
             is_given_up = any(failures)
             if not refused and not is_given_up:
                 refused = self._not_seen(where, others)
             if not refused and not is_given_up:
-                gate.open(others if self._is_first else ())
+                gate.open(others if self.leads else ())
         if refused:
             with contextlib.suppress(PortusError):
                 if handle is not None:
                     handle.wait()  # its error is known
             raise refused[0]  # the same on all ranks
-        paths = [os.path.join(where, name) for name in found.files]
+        paths = [os.path.join(where, name) for name in files]
         handles = [] if handle is None else [handle]
         asked = [RankSave(save, paths, each) for each in handles]
-        if latest is not None and self._is_first and not is_given_up:
-            committed = partial(_require_committed, handle, latest)
-            last = self.save_text(latest.path, latest.text, committed)
+        if latest is not None and self.leads and not is_given_up:
+            last = self.save_text(*latest, partial(_require_committed, handle, *latest))
             handles.append(last)
             asked.append(RankSave(save, (), last))
         self._saves.asked.extend(asked)
@@ -215,36 +196,29 @@ class RankFiles(TrainingFiles):
         self,
         directory: str,
         base: str | None,
-        found: FilesOfRank,
+        files: Mapping[str, object],
+        fenced: Sequence[torch.Tensor],
         step: int,
-        note: bytes,
         gate: _Gate,
-    ) -> tuple[SaveHandle | None, PortusError | None]:
-        """Begin to write this rank's files. Return the handle if there are any, and the error."""
-        try:
-            if base is not None:
-                # A part of another checkpoint, whose start looks there for a killed process's
-                # files.
-                self._forget_parent()
-                self._base = base
-            elif not self.has_begun:
-                above = os.path.dirname(directory)
-                name = self._run or os.path.basename(above) or "checkpoints"
-                self.begin(name, os.path.join(above, DEFAULT_DIRECTORY), above)
-            if not found.files:
-                return None, None
-            return self.save_directory(
-                directory, found.files, step, note, gate.ready, fenced=found.fenced
-            ), None
-        except PortusError as error:
-            return None, error
+    ) -> SaveHandle | None:
+        """Begin to write this rank's files. Return the handle, if there are any."""
+        if base is not None:
+            # A part of another checkpoint, whose start looks there for a killed process's files.
+            self._forget_parent()
+            self._base = base
+        elif not self.has_begun:
+            self.begin(self._run, None, os.path.dirname(directory))
+        if not files:
+            return None
+        note = b"%032x" % gate.save
+        return self.save_directory(directory, files, step, note, gate.ready, fenced=fenced)
 
     def _not_seen(self, directory: str, others: Sequence[str]) -> list[PortusError]:
         """Return the error if the first rank does not see others' files, else []. Collective."""
         if self._has_seen:
             return []
         problem = None
-        if self._is_first:
+        if self.leads:
             try:
                 require_seen(directory, others)
             except UsageError as error:
@@ -302,13 +276,9 @@ class _Gate:
         """Let the files become visible once ``others``, the files of other ranks, are there."""
         self._others, self._is_open = others, True
 
-    @contextlib.contextmanager
-    def never_shut(self) -> Iterator[None]:
-        """Let the worker continue at the end, whatever happened."""
-        try:
-            yield
-        finally:
-            self._opened.set()
+    def close(self) -> None:
+        """Let the worker continue; without ``open``, to discard the draft."""
+        self._opened.set()
 
 
 def _has_files(directory: str) -> bool:
@@ -317,12 +287,11 @@ def _has_files(directory: str) -> bool:
         return os.path.isdir(directory) and bool(os.listdir(directory) or in_flight(directory))
 
 
-def _require_committed(handle: SaveHandle | None, latest: LatestFile) -> None:
+def _require_committed(handle: SaveHandle | None, path: str, name: str) -> None:
     """Raise ``AbandonedError`` if the save of ``handle``, which has ended, failed."""
     if handle is not None and not handle.committed:
         raise AbandonedError(
-            f"{printable(latest.path)} still names the checkpoint before: {latest.text} could "
-            "not be saved"
+            f"{printable(path)} still names the checkpoint before: {name} could not be saved"
         )
 
 

@@ -18,7 +18,6 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.dcp.directory_reader import PortusStorageReader
 from portus.reach.dcp.directory_writer import PortusStorageWriter, call_torch
-from portus.reach.index.place import DEFAULT_DIRECTORY
 from portus.reach.shards.directories import complete_in
 from portus.reach.training.training_files import TrainingFiles
 
@@ -126,9 +125,8 @@ def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> l
         try:
             settings = Settings(mirror=mirror, journal=False)
             if mirror_of(settings) is not None:
-                name = os.path.basename(above) or "checkpoints"
                 with contextlib.closing(TrainingFiles(settings, of_directories=True)) as files:
-                    files.fetch(name, os.path.join(above, DEFAULT_DIRECTORY), above)
+                    files.fetch(None, None, above)
             found = complete_in(above)
         except PortusError as error:
             found = error  # sent, not raised: the others wait in the broadcast

@@ -98,16 +98,11 @@ class TensorShards(NamedTensors, ShardContents):
 
 def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
     """Return the metadata of the header, as torch writes it."""
-    begins = {
-        item.index.fqn: {"saved_offsets": [] if item.tensor_data is None else _begin(item)}
-        for item in items
-    }
+    begins: dict[str, dict[str, list[int]]] = {}
+    for item in items:
+        offsets = [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)
+        begins[item.index.fqn] = {"saved_offsets": offsets}
     return {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
-
-
-def _begin(item: WriteItem) -> list[int]:
-    assert item.tensor_data is not None
-    return list(item.tensor_data.chunk.offsets)
 
 
 LAYOUTS: Final[dict[str, type[ShardContents]]] = {

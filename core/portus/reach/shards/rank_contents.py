@@ -113,41 +113,35 @@ class RankContents(ShardContents):
 def resolve_items(items: Sequence[WriteItem], planner: SavePlanner) -> list[torch.Tensor | bytes]:
     """Return the values of items by ``planner``: tensors, and bytes of other values. Raise
     ``UsageError`` for a value that torch cannot save."""
-    return [_resolve(each, planner) for each in items]
-
-
-def _resolve(planned: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
-    with _naming(planned):
-        value = planner.resolve_data(planned)
-    return value.getvalue() if isinstance(value, io.BytesIO) else value
+    found: list[torch.Tensor | bytes] = []
+    for each in items:
+        with _naming(each):
+            value = planner.resolve_data(each)
+        found.append(value.getvalue() if isinstance(value, io.BytesIO) else value)
+    return found
 
 
 def in_bytes(items: Sequence[WriteItem], values: Sequence[Any]) -> list[torch.Tensor | bytes]:
     """Return tensors as they are, and the bytes of other values as torch's planner makes them.
     Raise ``UsageError`` for a value that torch cannot save."""
     known: dict[tuple[type, str], bytes] = {}
-    return [_in_bytes(*each, known) for each in zip(items, values, strict=True)]
-
-
-def _in_bytes(
-    planned: WriteItem, value: Any, known: dict[tuple[type, str], bytes]
-) -> torch.Tensor | bytes:
-    if planned.type != WriteItemType.BYTE_IO:
-        assert isinstance(value, torch.Tensor)
-        return value
-    if type(value) not in _SCALARS:
-        return _bytes_of(planned, value)
-    key = type(value), repr(value)  # each parameter of a group has the same ones
-    if key not in known:
-        known[key] = _bytes_of(planned, value)
-    return known[key]
-
-
-def _bytes_of(planned: WriteItem, value: Any) -> bytes:
-    stream = io.BytesIO()
-    with _naming(planned):
-        torch.save(value, stream)
-    return stream.getvalue()
+    found: list[torch.Tensor | bytes] = []
+    for planned, value in zip(items, values, strict=True):
+        if planned.type != WriteItemType.BYTE_IO:
+            found.append(value)
+            continue
+        # Each parameter of a group has the same ones.
+        key = (type(value), repr(value)) if type(value) in _SCALARS else None
+        data = known.get(key) if key is not None else None
+        if data is None:
+            stream = io.BytesIO()
+            with _naming(planned):
+                torch.save(value, stream)
+            data = stream.getvalue()
+            if key is not None:
+                known[key] = data
+        found.append(data)
+    return found
 
 
 @contextlib.contextmanager

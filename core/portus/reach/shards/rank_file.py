@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ END: Final = Record(
 """The record after the rows; the xxh3_128 of both follows it and ends the file."""
 
 _ROW: Final = np.dtype(
-    [("offset", "<u8"), ("length", "<u8"), ("kind", "<u8"), ("digest", "u1", (DIGEST_SIZE,))]
+    [("offset", "<u8"), ("length", "<u8"), ("kind", "<u8"), ("digest", f"V{DIGEST_SIZE}")]
 )
 
 BYTES: Final = 0
@@ -116,7 +116,7 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
             row["offset"], row["length"] = at, item.size
             if isinstance(item, BytesItem):
                 row["kind"] = BYTES
-                row["digest"] = np.frombuffer(digest(item.data), np.uint8)
+                row["digest"] = np.void(digest(item.data))
                 found.append(Literal(at, item.data))
                 continue
             row["kind"] = BLOCK if item.is_block else TENSOR
@@ -137,8 +137,7 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ItemRow:
+class ItemRow(NamedTuple):
     """The row of one item in the table. ``digest``: of an item of ``BYTES``."""
 
     offset: int
@@ -239,10 +238,7 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
         )
     save = head["save"]
     assert isinstance(save, int)
-    found = [
-        ItemRow(int(row["offset"]), int(row["length"]), int(row["kind"]), row["digest"].tobytes())
-        for row in np.frombuffer(rows, _ROW)
-    ]
+    found = [ItemRow(*each) for each in np.frombuffer(rows, _ROW).tolist()]
     if any(row.offset + row.length > begin or row.kind > BLOCK for row in found):
         raise CorruptionError(f"{name}: the table has an item outside of the file")
     return RankFile(name, size, save, found, {(row.offset, row.length): row for row in found})

@@ -9,7 +9,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.image.image import Image, bytes_image
-from portus.engine.job.settings import Settings
+from portus.engine.job.settings import UNMIRRORED, Settings
 from portus.engine.loading.checkpoint_file import load_file, note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
@@ -33,7 +33,7 @@ from portus.engine.pipeline.run import Save
 from portus.engine.spec import VersionInfo
 from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, PortusError, UsageError, printable
-from portus.reach.index.place import Place
+from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit
@@ -49,11 +49,11 @@ class TrainingFiles:
     A forked child has savers of its own, and leaves its parent's saves in flight alone.
 
     settings: of the saves. of_directories: checkpoints are directories. telling: the names of files
-    that each checkpoint has, and that are removed first: without them it is no checkpoint.
-    removed_elsewhere: another process removes checkpoints. pool: a device or a storage host for the
-    states; then pointers are at the paths, and a version goes with its last pointer. is_named: a
-    user gave the name of the training, see ``TrainingPool``. rank: of this process, if each of a
-    job saves files of its own there.
+    that each checkpoint has, and that are removed first: without them it is no checkpoint. leads:
+    False if another process of the job has the journal and the mirror, and removes checkpoints.
+    pool: a device or a storage host for the states; then pointers are at the paths, and a version
+    goes with its last pointer. is_named: a user gave the name of the training, see
+    ``TrainingPool``. rank: of this process, if each of a job saves files of its own there.
 
     Raises ``UsageError`` for settings that make no sense there.
     """
@@ -64,7 +64,7 @@ class TrainingFiles:
         *,
         of_directories: bool = False,
         telling: str = "",
-        removed_elsewhere: bool = False,
+        leads: bool = True,
         pool: Place | None = None,
         is_named: bool = True,
         rank: int | None = None,
@@ -78,14 +78,16 @@ class TrainingFiles:
                 "leave it out"
             )
         require_mirror_of_files(settings, "checkpoints are files", "save to that host: pool=")
+        self.leads: Final = leads
         self._pool_at: Final = pool
         self._is_named: Final = is_named
         self._rank: Final = rank
         self._name = "default"
-        self._settings: Final = settings
+        self._settings: Final = (
+            settings if leads else replace(settings, journal=False, mirror=UNMIRRORED)
+        )
         self._of_directories: Final = of_directories
         self._telling: Final = re.compile(telling)
-        self._removed_elsewhere: Final = removed_elsewhere
         self._base: str | None = None
         self.has_begun = False
         """True if ``begin`` was called since it was closed."""
@@ -97,28 +99,33 @@ class TrainingFiles:
         self._process = os.getpid()
 
     @calls.mark
-    def fetch(self, name: str, place: str, checkpoints: str) -> None:
+    def fetch(self, name: str | None, place: str | None, checkpoints: str) -> None:
         """Fetch the mirrored files of the training ``name``, if the settings name a mirror and this
-        machine lacks the newest. Blocks. place: the directory of the training's notes and journal;
-        checkpoints: that of its checkpoints; both absolute.
+        machine lacks the newest. Blocks. checkpoints: the directory of its checkpoints; place: that
+        of its notes and journal; both absolute. None: a name and a place by ``checkpoints``.
 
         Raises ``UsageError`` if both have files that the other one lacks, ``CorruptionError`` if no
         file of the mirror is as it was uploaded, and ``TransportError``.
         """
         self._forget_parent()
-        mirror = self._mirror_at(name, place, checkpoints)
+        mirror = self._mirror_at(*_named(name, place, checkpoints), checkpoints)
         if mirror is not None:
             mirror.fetch()
 
     @calls.mark
     def begin(
-        self, name: str, place: str, checkpoints: str, resumed_step: int | None = None
+        self,
+        name: str | None,
+        place: str | None,
+        checkpoints: str,
+        resumed_step: int | None = None,
     ) -> None:
         """Begin the training ``name``: from now on its saves are in the journal, and in the mirror,
         if the settings name one. resumed_step: of the checkpoint that the training resumes from, if
         it does. Other parameters and errors: as of ``fetch``; and ``UsageError`` for a mirror that
         this process may not write."""
         self._forget_parent()
+        name, place = _named(name, place, checkpoints)
         self._name = name
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
@@ -213,7 +220,8 @@ class TrainingFiles:
             note=note,
             follows_links=False,
             base=self._base,
-            removed_elsewhere=self._removed_elsewhere,
+            # Removed files of this process are kept by links, to reuse their space.
+            removed_elsewhere=not self.leads and self._pool_at is None,
             training=self,
             gate=ready,
             number=number,
@@ -416,6 +424,13 @@ class _CheckpointRequest(_TextRequest):
             self.training._after.over(self.number, self.path, is_committed=save.error is None)
         for each in self.training._companions:
             each.over(save)
+
+
+def _named(name: str | None, place: str | None, checkpoints: str) -> tuple[str, str]:
+    return (
+        name or os.path.basename(checkpoints) or "checkpoints",
+        place or os.path.join(checkpoints, DEFAULT_DIRECTORY),
+    )
 
 
 def _sync_below(directory: str) -> None:
