@@ -15,8 +15,8 @@ import sys
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from portus_accelerate.autoload import status as status
     from portus_accelerate.callback import PortusCallback as PortusCallback
-    from portus_accelerate.install_status import status as status
     from portus_accelerate.patch import cadence as cadence
     from portus_accelerate.patch import enable as enable
     from portus_accelerate.patch import should_leave as should_leave
@@ -35,7 +35,7 @@ _MODULE_OF: Final = {
     "enable": "portus_accelerate.patch",
     "should_leave": "portus_accelerate.patch",
     "should_save": "portus_accelerate.patch",
-    "status": "portus_accelerate.install_status",
+    "status": "portus_accelerate.autoload",
     "wait": "portus_accelerate.patch",
 }
 

@@ -1,4 +1,4 @@
-"""The hooks into imports that make the flag work with an unchanged script.
+"""The hooks into imports that make the flag work with an unchanged script; and whether it does.
 
 torch calls ``portus_accelerate.register`` at the end of ``import torch``, in every program on a
 machine with Portus. If the flag is off, that does nothing. If it is on, that calls ``register``
@@ -14,7 +14,7 @@ import importlib
 import sys
 from typing import Final
 
-from portus_accelerate import OF_DEEPSPEED, is_launcher, is_on
+from portus_accelerate import FLAG, OF_DEEPSPEED, is_launcher, is_on
 
 failures: Final[list[str]] = []
 """The reasons why a patch failed in this process."""
@@ -32,7 +32,7 @@ def register() -> None:
         Watcher("deepspeed.runtime.engine", "DeepSpeedEngine", "portus_accelerate.deepspeed")
     if is_launcher():
         place = "accelerate.commands.config.config_args"
-        Watcher(place, "ClusterConfig", "portus_accelerate.launching")
+        Watcher(place, "ClusterConfig", "portus_accelerate.settings")
 
 
 class Watcher:
@@ -70,3 +70,59 @@ class Watcher:
             failures.append(f"{self._hook} could not be used: {error!r}")
             with contextlib.suppress(Exception):  # stderr may be closed, or None
                 sys.stderr.write(f"portus: the flag has no effect: {error!r}\n")
+
+
+ON = "on, "
+"""The start of the answer if all is well."""
+
+_told = ""
+
+
+def tell(text: str) -> None:
+    """Record what ``patch`` did, or why it did nothing."""
+    global _told
+    _told = text
+
+
+def status() -> str:
+    """Return one line that says whether Portus saves for Accelerate in this process. It begins with
+    "on, " if so; otherwise it gives the reason."""
+    if failures:
+        return failures[-1]
+    if not _told.startswith(ON):
+        return _told or _why_not_told()
+    import portus
+    from portus_accelerate.settings import from_environment
+
+    try:
+        from_environment()
+    except portus.UsageError as error:
+        return f"the settings are wrong: {error}"
+    if portus.is_disabled():
+        return "PORTUS_DISABLE is set: Accelerate itself saves"
+    return _told
+
+
+def _why_not_told() -> str:
+    if not is_on():
+        return f"${FLAG} is not set in this process"
+    if "accelerate.accelerator" not in sys.modules and any(
+        isinstance(each, Watcher) for each in sys.meta_path
+    ):
+        return "Accelerate was not imported"
+    return (
+        "torch did not call Portus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns all such calls off, and "
+        "so does a portus-checkpoint that is on the path and not installed"
+    )
+
+
+def is_known(version: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> bool:
+    """Return whether ``version`` is between the two, both included, by their first numbers."""
+    parts = version.split("+")[0].split(".")
+    numbers = tuple(int(part) for part in parts if part.isdigit())
+    return oldest <= numbers[: len(oldest)] <= newest
+
+
+def spell(oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:
+    """Return a range of versions as users write it."""
+    return " to ".join(".".join(map(str, each)) for each in (oldest, newest))

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import portus
 from portus.dcp import RankFiles
-from portus_accelerate.install_status import is_known, spell
+from portus_accelerate.autoload import is_known, spell
 from portus_accelerate.settings import Settings, from_environment, from_mapping
 
 _log: Final = logging.getLogger("portus_accelerate")

@@ -17,7 +17,7 @@ _PROGRAM: Final = """
 import sys
 sys.path[:] = filter(None, sys.path)  # what lies here would come first, as for no script
 import torch, accelerate.accelerator
-from portus_accelerate.install_status import status
+from portus_accelerate.autoload import status
 print(status())
 """
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import portus
 from portus_accelerate import capture, deepspeed, is_on, resume
-from portus_accelerate.install_status import ON, is_known, spell, status, tell
+from portus_accelerate.autoload import ON, is_known, spell, status, tell
 from portus_accelerate.saver import SAVER, Saver, save_state, saver_for, saver_of
 from portus_accelerate.settings import from_environment, from_mapping
 

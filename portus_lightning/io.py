@@ -330,8 +330,7 @@ class RunFiles:
     def link(self, link: str, target: str) -> None:
         """Make ``link`` refer to ``target`` as soon as that exists. Raise ``OSError`` if links
         cannot be made."""
-        shards = self._shards if os.path.isdir(target) else None
-        (shards or self.files).link(link, target)
+        (self._shards or self.files).link(link, target)
 
     def remove(self, path: str) -> bool:
         """Remove a checkpoint after the saves so far; return False if Lightning has to do it."""

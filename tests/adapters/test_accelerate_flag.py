@@ -18,8 +18,7 @@ import pytest
 import portus
 import portus_accelerate
 from portus_accelerate import FLAG, autoload
-from portus_accelerate.launching import _tell
-from portus_accelerate.settings import VARIABLE
+from portus_accelerate.settings import VARIABLE, _tell
 from tests.adapters import forked
 from tests.adapters.launching import TWO
 

@@ -33,7 +33,7 @@ from portus.engine.fence import fence, snapshot
 from portus.engine.fence.snapshot import copy_order
 from portus.engine.files.pending import PENDING
 from portus.engine.writer.image_file import ImageFile
-from portus_accelerate import launching, patch, resume, settings
+from portus_accelerate import patch, resume, settings
 from tests.hosts import serving, url
 from tests.warm import Warm
 
@@ -758,7 +758,7 @@ def test_an_unknown_key_in_the_yaml_is_an_error(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setenv("PORTUS_ACCELERATE", "1")
     monkeypatch.setenv(settings.VARIABLE, "")
-    launching.install()
+    settings.install()
     with pytest.raises(portus.UsageError, match=r"unknown keys \['slots'\]"):
         config_args.BaseConfig.process_config({"portus_config": {"slots": 3}})
     with pytest.raises(portus.UsageError, match="expected keys and values, found '/nvme/pools'"):

@@ -19,7 +19,7 @@ import train_lightning
 import train_torchrun
 from checkpoint_bytes import KEPT, TABLE, Checkpoint, checkpoint_of, row
 from gpt import GPT, SIZES
-from portus_accelerate import launching
+from portus_accelerate import settings
 from portus_accelerate.settings import VARIABLE, from_environment
 from portus_lightning import PortusIO
 
@@ -101,7 +101,7 @@ def test_accelerate_reads_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         config_args.BaseConfig, "process_config", config_args.BaseConfig.process_config
     )
-    launching.install()
+    settings.install()
     config = CONFIGS / "accelerate" / f"{name}.yaml"
     parser: Any = launch.launch_command_parser()
     arguments, _, _ = launch._validate_launch_command(

@@ -65,16 +65,6 @@ class _Start:
     failed: Sequence[Failures]
 
 
-@dataclass(slots=True)
-class _PlannedDirectory:
-    """The planned previous save. ``sizes``: of this rank's items. ``metadata``: of all ranks, with
-    the places of their items; on the rank that coordinates."""
-
-    planned: RankPlan
-    sizes: list[int]
-    metadata: Metadata | None
-
-
 @dataclass(frozen=True, slots=True)
 class _SaveOptions:
     """The options of the next save; a save by torch's own call has none of them."""
@@ -152,7 +142,7 @@ class PortusStorageWriter(StorageWriter):
         self._local = SavePlan([])
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
-        self._planned: _PlannedDirectory | None = None
+        self._planned: RankPlan | None = None
         # Now, not at the first save: an optimizer's tensors are unknown until it has stepped.
         self._open_files(leads=standing()[0] == 0).open()
 
@@ -199,9 +189,8 @@ class PortusStorageWriter(StorageWriter):
         # Always, since other ranks may have a planning of before.
         number = self._next().to_bytes(ID_SIZE, "big")
         word = RankReport(named=self._directory, id=number, failed=self._saves.take_failures())
-        planned = None if before is None else before.planned
         found, said = agree(
-            planned, state, planner, partial(self._reuse_contents, before), word, ranks
+            before, state, planner, partial(self._reuse_contents, before), word, ranks
         )
         self._saves.hear(said, self.remove, is_first=self._is_coordinator)
         if before is not None and found is not None:
@@ -216,8 +205,8 @@ class PortusStorageWriter(StorageWriter):
             process_group=ranks,
         )
         number = self._start.save.to_bytes(ID_SIZE, "big")
-        self._planned = _PlannedDirectory(
-            RankPlan.of(number, self._local, planner, state, ranks), self._sizes, self._metadata
+        self._planned = RankPlan.of(
+            number, self._local, planner, state, ranks, self._sizes, self._metadata
         )
 
     def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
@@ -404,9 +393,7 @@ class PortusStorageWriter(StorageWriter):
 
     # Reused plans.
 
-    def _reuse_contents(
-        self, before: _PlannedDirectory | None, values: list[Any]
-    ) -> ShardContents | None:
+    def _reuse_contents(self, before: RankPlan | None, values: list[Any]) -> ShardContents | None:
         """Return this rank's contents, if the plan ``before`` still fits. Raise ``UsageError`` for
         a value that cannot be saved."""
         has_claim = self._open_files().has_begun and self._series() in self._claims
@@ -415,14 +402,12 @@ class PortusStorageWriter(StorageWriter):
             return None
         if self._is_coordinator:
             self._clear()
-        items = before.planned.final.items
+        items = before.final.items
         contents = self._layout(items, in_bytes(items, values))
         return contents if contents.sizes == before.sizes else None
 
-    def _save_as_before(
-        self, before: _PlannedDirectory, number: bytes, contents: ShardContents
-    ) -> None:
-        save, rank = int.from_bytes(number, "big"), before.planned.rank
+    def _save_as_before(self, before: RankPlan, number: bytes, contents: ShardContents) -> None:
+        save, rank = int.from_bytes(number, "big"), before.rank
         own = self._ask(_Start(save, rank, ()), contents)
         if before.metadata is None:  # another rank coordinates
             self._begin(own, contents)
@@ -430,12 +415,12 @@ class PortusStorageWriter(StorageWriter):
         metadata = before.metadata = copy.copy(before.metadata)
         assert metadata.storage_meta is not None
         name, old = self._layout.file_name, int(metadata.storage_meta.save_id or 0)
-        names = {name(each, old): name(each, save) for each in range(before.planned.count)}
+        names = {name(each, old): name(each, save) for each in range(before.count)}
         metadata.storage_data = {
             index: replace(place, relative_path=names[place.relative_path])
             for index, place in metadata.storage_data.items()
         }
-        self._begin_whole(contents, metadata, before.planned.count)
+        self._begin_whole(contents, metadata, before.count)
 
     # Between saves.
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
@@ -38,13 +39,14 @@ class StateOutline(NamedTuple):
     values: list[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RankPlan:
     """A rank's part in a planning that succeeded on all ranks.
 
     id: of the planning, the same on all ranks. local: this rank's own plan. final: the plan it got
     back. signs: of the state; None if only torch can compare. places: of the items of ``final`` in
-    an outline.
+    an outline. sizes: of these items. metadata: of the newest save by this planning: all ranks'
+    items and their places; None on a rank that does not coordinate.
     """
 
     id: bytes
@@ -54,10 +56,19 @@ class RankPlan:
     final: SavePlan
     signs: list[tuple[Any, ...]] | None
     places: list[int]
+    sizes: list[int]
+    metadata: Metadata | None
 
     @classmethod
     def of(
-        cls, number: bytes, local: SavePlan, planner: Any, state: dict[str, Any], ranks: Any
+        cls,
+        number: bytes,
+        local: SavePlan,
+        planner: Any,
+        state: dict[str, Any],
+        ranks: Any,
+        sizes: list[int],
+        metadata: Metadata | None,
     ) -> RankPlan:
         """Return the plan that ``planner`` made of ``state``, for a save planned just now."""
         rank, count = standing(ranks)
@@ -69,8 +80,9 @@ class RankPlan:
             place_of = {name: place for place, name in enumerate(flat)}
             signs, places = found.signs, [place_of[item.index.fqn] for item in final.items]
         return cls(
-            id=number, rank=rank, count=count, local=local, final=final, signs=signs, places=places
-        )
+            id=number, rank=rank, count=count, local=local, final=final, signs=signs, places=places,
+            sizes=sizes, metadata=metadata,
+        )  # fmt: skip
 
 
 def values_of(state: dict[str, Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class TrainingFiles:
         file of the mirror is as it was uploaded, and ``TransportError``.
         """
         self._forget_parent()
-        mirror = self._mirror_at(*_named(name, place, checkpoints), checkpoints)
+        mirror = self._mirror_at(*_name_and_place(name, place, checkpoints), checkpoints)
         if mirror is not None:
             mirror.fetch()
 
@@ -125,7 +125,7 @@ class TrainingFiles:
         it does. Other parameters and errors: as of ``fetch``; and ``UsageError`` for a mirror that
         this process may not write."""
         self._forget_parent()
-        name, place = _named(name, place, checkpoints)
+        name, place = _name_and_place(name, place, checkpoints)
         self._name = name
         if resumed_step is not None:
             note_loaded(VersionInfo(name, 0, 0, resumed_step, b"", time.time_ns(), 0))
@@ -426,7 +426,7 @@ class _CheckpointRequest(_TextRequest):
             each.over(save)
 
 
-def _named(name: str | None, place: str | None, checkpoints: str) -> tuple[str, str]:
+def _name_and_place(name: str | None, place: str | None, checkpoints: str) -> tuple[str, str]:
     return (
         name or os.path.basename(checkpoints) or "checkpoints",
         place or os.path.join(checkpoints, DEFAULT_DIRECTORY),
