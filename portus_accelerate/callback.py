@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, Final
 
 import torch
@@ -18,23 +19,18 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 import portus
 from portus_accelerate.settings import ACCELERATE
 
-_trainings: Final[list[bool]] = []
-"""An item for each ``Trainer.train`` under way: whether Portus sees its saves."""
+_is_seen: Final[ContextVar[bool | None]] = ContextVar("portus_is_seen", default=None)
+"""Whether Portus sees the saves of the ``Trainer`` at work; None: the flag is off."""
 
 
 @contextlib.contextmanager
 def training(*, seen: bool) -> Iterator[None]:
     """Mark the training of a ``Trainer``. seen: whether its saves go through Portus."""
-    _trainings.append(seen)
+    token = _is_seen.set(seen)
     try:
         yield
     finally:
-        _trainings.pop()
-
-
-def is_seen() -> bool | None:
-    """Return whether Portus sees the saves of the ``Trainer`` at work; None: the flag is off."""
-    return _trainings[-1] if _trainings else None
+        _is_seen.reset(token)
 
 
 class PortusCallback(TrainerCallback, ExportableState):
@@ -77,7 +73,7 @@ class PortusCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Start counting, and continue from a checkpoint's measurements."""
-        seen = is_seen()
+        seen = _is_seen.get()
         if seen is None and self._said["every"] == "auto" and not portus.is_disabled():
             raise portus.UsageError(
                 "PortusCallback(every='auto') uses what saves of Portus cost, and this "

@@ -84,8 +84,8 @@ def _patch(*, is_for_all: bool) -> bool:
         ("save_checkpoint", _save),
         ("load_checkpoint", _load),
         # The fence: torch's own hooks of an optimizer fire once for each group here, and show one.
-        ("_take_model_step", _step),
-        ("destroy", _destroy),
+        ("_take_model_step", _first(EngineFiles.fence)),
+        ("destroy", _first(EngineFiles.close)),
     ):
         change = portus.around(engine, name, function)
         setattr(change[2], _PATCHED, True)
@@ -165,18 +165,16 @@ def _load(
     )
 
 
-def _step(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
-    files = files_of(self)
-    if files is not None:
-        files.fence()
-    return stock(self, *given, **named)
+def _first(act: Callable[[EngineFiles], None]) -> Callable[..., Any]:
+    """Return a method that does ``act`` with an engine's files, and then what stock does."""
 
+    def call(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
+        files = files_of(self)
+        if files is not None:
+            act(files)
+        return stock(self, *given, **named)
 
-def _destroy(stock: Callable[..., Any], self: Any, *given: Any, **named: Any) -> Any:
-    files = files_of(self)
-    if files is not None:
-        files.close()
-    return stock(self, *given, **named)
+    return call
 
 
 LATEST: Final = "latest"

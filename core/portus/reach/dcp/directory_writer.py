@@ -43,10 +43,10 @@ from portus.reach.dcp.rank_files import RankSave, RankSaves
 from portus.reach.index.place import Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
-from portus.reach.shards.layouts import LAYOUTS
+from portus.reach.shards.layouts import LAYOUTS, ShardContents
 from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
-from portus.reach.shards.rank_contents import RankContents, ShardContents, in_bytes, resolve_items
+from portus.reach.shards.rank_contents import RankContents, in_bytes, resolve_items
 from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import SAVE, SUFFIX, safetensors_image
 from portus.reach.shards.directories import is_shard_of_portus
 from portus.reach.shards.metadata_file import NAME
-from portus.reach.shards.rank_contents import RankContents, ShardContents
+from portus.reach.shards.rank_contents import RankContents
 
 
-class TensorShards(NamedTensors, ShardContents):
+class TensorShards(NamedTensors):
     """A rank's tensors as a safetensors file, as ``HuggingFaceStorageWriter`` writes it. It cannot
     have values that are not tensors, nor two parts of one tensor.
 
@@ -104,6 +104,9 @@ def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
         begins[item.index.fqn] = {"saved_offsets": offsets}
     return {"DCP_SHARDING_INFO": json.dumps(begins), "DCP_VERSION": "1.0", "format": "pt"}
 
+
+ShardContents = RankContents | TensorShards
+"""The file of one rank, in one layout of directories."""
 
 LAYOUTS: Final[dict[str, type[ShardContents]]] = {
     "torch": RankContents,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from portus.companions.job.exchange import UNPLANNED, Failures, RankReport, exchange, standing
 from portus.engine.state.walk import PLAIN, PLAIN_TENSORS
 from portus.errors import PortusError
-
-Taken = TypeVar("Taken")
+from portus.reach.shards.layouts import ShardContents
 
 
 class StateOutline(NamedTuple):
@@ -97,10 +96,10 @@ def agree(
     planned: RankPlan | None,
     state: dict[str, Any],
     planner: DefaultSavePlanner,
-    take: Callable[[list[Any]], Taken | None],
+    take: Callable[[list[Any]], ShardContents | None],
     word: RankReport,
     ranks: Any = None,
-) -> tuple[tuple[bytes, Taken] | None, list[Failures]]:
+) -> tuple[tuple[bytes, ShardContents] | None, list[Failures]]:
     """Return the id of the save of this ``state``, and this rank's values, if every rank may reuse
     ``planned``, else None; and the saves that failed, by rank.
 
@@ -109,7 +108,7 @@ def agree(
     all ranks raise it. word: this rank's report, without the planning. ranks: their process group.
     Collective, once: all ranks get the same answer.
     """
-    taken: Taken | None = None
+    taken: ShardContents | None = None
     error: BaseException | None = None
     try:
         values = None if planned is None else _as_planned(planned, state, planner, ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from portus.engine.image.image import Image
 from portus.engine.state.contents import FileContents
 from portus.engine.state.pickling import PickledState, pickle_state
 from portus.errors import UsageError
-from portus.reach.shards.rank_file import BytesItem, Item, TensorItem, offsets_of, rank_image
+from portus.reach.shards.rank_file import Item, TensorItem, offsets_of, rank_image
 
 _SCALARS: Final = frozenset({bool, int, float, str, type(None)})
 
@@ -35,40 +34,9 @@ class _SavedTensor(TensorItem):
     is_copy: bool
 
 
-class ShardContents(FileContents):
-    """The file of one rank, in one layout of directories. Made of the items of a plan, and for each
-    a tensor or bytes. ``save``: the number of the save; set it before the image. Raises
-    ``UsageError`` for a value that such a file cannot have."""
-
-    save: int
-
-    @abc.abstractmethod
-    def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
-        pass
-
-    @staticmethod
-    @abc.abstractmethod
-    def file_name(rank: int, save: int) -> str:
-        """Return the name of the file of a rank."""
-
-    @staticmethod
-    def clear(directory: str) -> None:
-        """Prepare a directory before any rank writes, on the rank that coordinates. Raise
-        ``UsageError`` if no save may go there."""
-
-    @property
-    @abc.abstractmethod
-    def sizes(self) -> list[int]:
-        """Return the bytes of each item in the file."""
-
-    @abc.abstractmethod
-    def results(self, name: str) -> list[WriteResult]:
-        """Return torch's results for the items in the file ``name``."""
-
-
-class RankContents(ShardContents):
-    """A rank's part of a state. Parts of larger storages are copied. Files of other saves stay:
-    names have the number of the save."""
+class RankContents(FileContents):
+    """A rank's part of a state: the items of a plan, and for each a tensor or bytes. Parts of
+    larger storages are copied. ``save``: the number of the save; set it before the image."""
 
     def __init__(self, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]) -> None:
         self._planned: Final = items
@@ -90,7 +58,14 @@ class RankContents(ShardContents):
 
     @staticmethod
     def file_name(rank: int, save: int) -> str:
+        """Return the name of the file of a rank."""
         return f"__{rank}_{save}.distcp"
+
+    @staticmethod
+    def clear(directory: str) -> None:
+        """Prepare a directory before any rank writes, on the rank that coordinates. Raise
+        ``UsageError`` if no save may go there. Here files of other saves stay, since names have the
+        number of the save."""
 
     def image(self, path: str, note: bytes = b"") -> Image:
         return rank_image(self._items, self.save)
@@ -100,9 +75,11 @@ class RankContents(ShardContents):
 
     @property
     def sizes(self) -> list[int]:
-        return [each.size for each in self._items]
+        """Return the bytes of each item in the file."""
+        return list(map(len, self._items))
 
     def results(self, name: str) -> list[WriteResult]:
+        """Return torch's results for the items in the file ``name``."""
         places = zip(self._planned, offsets_of(self._items), self.sizes, strict=True)
         return [
             WriteResult(planned.index, size, _StorageInfo(name, offset, size))
@@ -156,7 +133,7 @@ def _naming(planned: WriteItem) -> Iterator[None]:
 
 def _item(planned: WriteItem, value: torch.Tensor | bytes) -> Item:
     if isinstance(value, bytes):
-        return BytesItem(value)
+        return value
     tensor = value.detach()
     is_copy = tensor.layout is torch.strided and (
         tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

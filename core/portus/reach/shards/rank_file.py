@@ -65,25 +65,12 @@ class TensorItem:
     image: Image
     is_block: bool
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of the item."""
+    def __len__(self) -> int:
         return self.image.size
 
 
-@dataclass(frozen=True, slots=True)
-class BytesItem:
-    """An item of plain bytes."""
-
-    data: bytes
-
-    @property
-    def size(self) -> int:
-        """Return the bytes of the item."""
-        return len(self.data)
-
-
-Item = TensorItem | BytesItem
+Item = TensorItem | bytes
+"""An item, whose ``len`` is that of its bytes in the file."""
 
 
 def offsets_of(items: Sequence[Item]) -> list[int]:
@@ -92,7 +79,7 @@ def offsets_of(items: Sequence[Item]) -> list[int]:
     for item in items:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         found.append(begin)
-        end = begin + item.size
+        end = begin + len(item)
     return found
 
 
@@ -100,7 +87,7 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
     """Return the image of the file with ``items``; its storages are theirs, one item after another.
     save: the number of the save."""
     offsets = offsets_of(items)
-    behind = offsets[-1] + items[-1].size if items else 0
+    behind = offsets[-1] + len(items[-1]) if items else 0
     tensors = [
         (at, each.image)
         for at, each in zip(offsets, items, strict=True)
@@ -113,11 +100,11 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
         found, unit, storage = [], 0, 0
         rows = np.zeros(len(items), _ROW)
         for row, item, at in zip(rows, items, offsets, strict=True):
-            row["offset"], row["length"] = at, item.size
-            if isinstance(item, BytesItem):
+            row["offset"], row["length"] = at, len(item)
+            if isinstance(item, bytes):
                 row["kind"] = BYTES
-                row["digest"] = np.void(digest(item.data))
-                found.append(Literal(at, item.data))
+                row["digest"] = np.void(digest(item))
+                found.append(Literal(at, item))
                 continue
             row["kind"] = BLOCK if item.is_block else TENSOR
             units, storages = int(unit_counts(item.image.length).sum()), len(item.image.length)

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Iterable
 from typing import Final
 
 from portus.engine.files.queue import Errand
@@ -62,13 +63,14 @@ class AfterCommit:
         else:
             self._saver.remove(path)
 
-    def begin_save(self, path: str) -> int:
-        """Return the number of a save to ``path``, which begins. Earlier requests to remove
-        ``path`` are void: the save will replace the file."""
+    def begin_save(self, path: str, inside: Iterable[str] = ()) -> int:
+        """Return the number of a save to ``path``, which begins; ``inside``: the files that it
+        makes there. Earlier requests to remove them are void: the save will replace them."""
         with self._lock:
             self._asked += 1
             self._in_flight[path] = self._asked
-            self._removals.pop(path, None)
+            for each in (path, *inside):
+                self._removals.pop(each, None)
             self._leaving.discard(path)
             self._forget_link(path)
             return self._asked
@@ -120,11 +122,6 @@ class AfterCommit:
             # (decision 0065).
             self._removals[path] = self._asked
         self._remove_now_or_later()
-
-    def keep(self, path: str) -> None:
-        """Cancel the removal of ``path``: a file is about to be written there."""
-        with self._lock:
-            self._removals.pop(path, None)
 
     def is_there(self, path: str) -> bool:
         """Return whether a file exists in the view of its user: a file in flight counts, and one

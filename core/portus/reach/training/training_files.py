@@ -211,10 +211,9 @@ class TrainingFiles:
             make_directory(directory)
         except MediumError as error:
             return saver.refuse(error)
-        number = after.begin_save(path)
-        for name in files:
-            # A removal of a single file of the directory may still wait.
-            after.keep(os.path.join(directory, name))
+        # A removal of a single file of the directory may still wait.
+        paths = [os.path.join(directory, name) for name in files]
+        number = after.begin_save(path, paths)
         request = _CheckpointRequest(
             step=step,
             note=note,
@@ -230,7 +229,7 @@ class TrainingFiles:
         handle = None
         try:
             handle = saver.save_files(
-                [FileToSave(os.path.join(directory, name), state) for name, state in files.items()],
+                list(map(FileToSave, paths, files.values())),
                 request,
                 fenced,
             )
