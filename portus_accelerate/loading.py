@@ -88,12 +88,14 @@ class StateLoader:
         """Fetch checkpoints of automatic naming, if none is here, before any process looks."""
         above = self._above()
         if above is not None:
-            self._fetch_if_lost(os.path.join(above, "checkpoint_0"), is_here=os.path.isdir(above))
+            self.fetch(os.path.join(above, "checkpoint_0"), is_here=os.path.isdir(above))
 
-    def fetch(self, directory: str) -> None:
+    def fetch(self, directory: str, *, is_here: bool = False) -> None:
         """Fetch the mirror's files of the run that saves ``directory``, if this machine lost it,
-        before any process looks for a checkpoint. Raises as ``portus.TrainingFiles.fetch``."""
-        if not self._settings.has_mirror:
+        before any process looks for a checkpoint. is_here: for this process; if so for every one,
+        nothing is fetched. Raises as ``portus.TrainingFiles.fetch``."""
+        # Without a mirror processes do not wait for each other.
+        if not self._settings.has_mirror or all(gather_object([is_here])):
             return
         try:
             self._files.fetch(directory)
@@ -107,12 +109,6 @@ class StateLoader:
         names = self._accelerator.project_configuration.automatic_checkpoint_naming
         return os.path.join(os.path.abspath(project), "checkpoints") if names and project else None
 
-    def _fetch_if_lost(self, directory: str, *, is_here: bool) -> None:
-        """Fetch, if the run is not here for every process. All look before one fetches; without a
-        mirror they do not wait for each other."""
-        if self._settings.has_mirror and not all(gather_object([is_here])):
-            self.fetch(directory)
-
     def _load(self, stock: Stock, directory: str | None, *, by_all: bool = False) -> Any:
         """Have ``stock`` load a directory; verify every byte that has a digest. Raise
         ``UsageError`` for one that was never complete. by_all: if one process raises, all do, also
@@ -120,7 +116,7 @@ class StateLoader:
         if directory is None:
             return stock(directory)
         directory = os.path.abspath(directory)
-        self._fetch_if_lost(directory, is_here=os.path.exists(directory))
+        self.fetch(directory, is_here=os.path.exists(directory))
         self._files.files.wait_for(directory)
         why = why_incomplete(directory)
         if by_all:

@@ -20,7 +20,8 @@ from portus.errors import BusyError, MediumError, printable
 
 class SeriesClaim:
     """A claim of this process to the checkpoints of a series in the directory ``above``, absolute
-    and without links. Raises ``BusyError`` if another process has them, and ``MediumError``."""
+    and without links. Raises ``BusyError`` if another process has them, and ``MediumError``. Of two
+    simultaneous claims, one or both are refused."""
 
     def __init__(self, above: str, series: str) -> None:
         who = f"process {os.getpid()} on {socket.gethostname()}"
@@ -28,7 +29,6 @@ class SeriesClaim:
         said = [os.fsencode(os.path.join(series, FOLDER, each)) for each in ("claim", who)]
         folder = HiddenFolder(Linux(), above)
         try:
-            _refuse_if_taken(folder, said, "", os.path.join(above, series))
             record = folder.claim()
         except BaseException:
             folder.close()
@@ -37,27 +37,18 @@ class SeriesClaim:
         """Ends the claim when it is called, or when the process exits."""
         try:
             folder.system.write(record.file, b"\0".join(said))
-            # Again, with our claim in place: of two that saw none before, at least one sees the
-            # other.
-            _refuse_if_taken(folder, said, record.token, os.path.join(above, series))
+            # With our claim in place: of two that come at once, at least one sees the other.
+            for paths in folder.in_flight().values():
+                if paths[0] == said[0] and paths != said:
+                    raise BusyError(
+                        None,
+                        f"{printable(os.path.join(above, series))}: another job saves checkpoints "
+                        f"of these names: {os.path.basename(os.fsdecode(paths[-1]))}. End it, or "
+                        "save to another directory",
+                    )
         except BaseException:
             self.release()
             raise
-
-
-def _refuse_if_taken(
-    folder: HiddenFolder[Descriptor], said: list[bytes], own: str, what: str
-) -> None:
-    """Raise ``BusyError`` if another process has claimed the series. Of two simultaneous claims,
-    one or both are refused."""
-    for token, paths in folder.in_flight().items():
-        if token != own and paths[0] == said[0] and paths != said:
-            who = os.path.basename(os.fsdecode(paths[-1]))
-            raise BusyError(
-                None,
-                f"{printable(what)}: another job saves checkpoints of these names: {who}. End it, "
-                "or save to another directory",
-            )
 
 
 def _release(
