@@ -144,7 +144,7 @@ class PortusStorageWriter(StorageWriter):
         self._metadata: Metadata | None = None
         self._planned: RankPlan | None = None
         # Now, not at the first save: an optimizer's tensors are unknown until it has stepped.
-        self._open_files(leads=standing()[0] == 0).open()
+        self._open_files().open()
 
     # The user's calls.
 
@@ -215,7 +215,7 @@ class PortusStorageWriter(StorageWriter):
         have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
         if standing()[0] == 0:
             above = os.path.realpath(checkpoints)
-            self._open_files(leads=True).fetch(self._name, self._links, above)
+            self._open_files().fetch(self._name, self._links, above)
 
     def link(self, link: str, target: str) -> None:
         """Make ``link`` refer to the directory ``target``, both absolute, once that is complete.
@@ -424,13 +424,12 @@ class PortusStorageWriter(StorageWriter):
 
     # Between saves.
 
-    def _open_files(self, *, leads: bool | None = None) -> TrainingFiles:
+    def _open_files(self) -> TrainingFiles:
         if self._files is None:
             self._files = TrainingFiles(
                 self._settings,
                 of_directories=True,
                 telling=re.escape(NAME),
-                leads=self._is_coordinator if leads is None else leads,
                 pool=self._pool,
                 is_named=self._name is not None,
                 rank=standing()[0],
@@ -438,11 +437,9 @@ class PortusStorageWriter(StorageWriter):
         return self._files
 
     def _begin_files(self) -> TrainingFiles:
-        if self._files is not None and self._files.leads != self._is_coordinator:
-            self._files.close()  # it was made before the ranks were known
-            self._files = None
         files = self._open_files()
         if not files.has_begun:
+            files.leads = self._is_coordinator  # unknown until now
             files.begin(self._name, self._links, os.path.dirname(self._directory))
         return files
 

@@ -112,7 +112,8 @@ class RankFiles(TrainingFiles):
         """Prepare for a job. run: its name, in the journal; None: the name of the directory above
         the checkpoints. Raises ``UsageError`` for settings that only pools have."""
         self._run: Final = run
-        super().__init__(settings, of_directories=True, leads=standing()[0] == 0)
+        super().__init__(settings, of_directories=True)
+        self.leads = standing()[0] == 0
         self.open()
         self._has_seen = False
         self._saves: Final = RankSaves(settings)

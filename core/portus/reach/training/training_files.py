@@ -9,7 +9,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.image.image import Image, bytes_image
-from portus.engine.job.settings import UNMIRRORED, Settings
+from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file, note_loaded
 from portus.engine.media import calls
 from portus.engine.media.process import Descriptor
@@ -49,11 +49,10 @@ class TrainingFiles:
     A forked child has savers of its own, and leaves its parent's saves in flight alone.
 
     settings: of the saves. of_directories: checkpoints are directories. telling: the names of files
-    that each checkpoint has, and that are removed first: without them it is no checkpoint. leads:
-    False if another process of the job has the journal and the mirror, and removes checkpoints.
-    pool: a device or a storage host for the states; then pointers are at the paths, and a version
-    goes with its last pointer. is_named: a user gave the name of the training, see
-    ``TrainingPool``. rank: of this process, if each of a job saves files of its own there.
+    that each checkpoint has, and that are removed first: without them it is no checkpoint. pool: a
+    device or a storage host for the states; then pointers are at the paths, and a version goes with
+    its last pointer. is_named: a user gave the name of the training, see ``TrainingPool``. rank: of
+    this process, if each of a job saves files of its own there.
 
     Raises ``UsageError`` for settings that make no sense there.
     """
@@ -64,7 +63,6 @@ class TrainingFiles:
         *,
         of_directories: bool = False,
         telling: str = "",
-        leads: bool = True,
         pool: Place | None = None,
         is_named: bool = True,
         rank: int | None = None,
@@ -78,14 +76,14 @@ class TrainingFiles:
                 "leave it out"
             )
         require_mirror_of_files(settings, "checkpoints are files", "save to that host: pool=")
-        self.leads: Final = leads
+        self.leads = True
+        """False if another process of the job has the journal and the mirror, and removes
+        checkpoints. Set it before ``begin``."""
         self._pool_at: Final = pool
         self._is_named: Final = is_named
         self._rank: Final = rank
         self._name = "default"
-        self._settings: Final = (
-            settings if leads else replace(settings, journal=False, mirror=UNMIRRORED)
-        )
+        self._settings: Final = settings
         self._of_directories: Final = of_directories
         self._telling: Final = re.compile(telling)
         self._base: str | None = None
@@ -357,7 +355,7 @@ class TrainingFiles:
         return self._saver, self._after
 
     def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
-        address = mirror_of(self._settings)
+        address = mirror_of(self._settings) if self.leads else None
         if self._mirror is None and address is not None:
             root = os.path.dirname(place)
             is_below = os.path.commonpath([root, checkpoints]) == root
@@ -375,7 +373,8 @@ class TrainingFiles:
         return self._mirror
 
     def _begin_journal(self) -> None:
-        if self._settings.journal and self._journal is None and self._journal_at is not None:
+        wants_journal = self._settings.journal and self.leads
+        if wants_journal and self._journal is None and self._journal_at is not None:
             name, place = self._journal_at
             self._journal = Journal(name, lambda: place)
 
