@@ -15,7 +15,7 @@ import importlib
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import portus
@@ -34,32 +34,25 @@ them."""
 _SAVING: Final = ("on_", "_save", "_update", "_remove", "_link", "teardown")
 """The prefixes of methods that are called around a save."""
 
-_CHANGED: Final = "portus_is_here"
-
 
 def install(copy: str) -> None:
-    """Change this copy of Lightning; leave methods alone that work in another way there."""
+    """Change this copy of Lightning. Leave a class alone that lacks one of the methods: it works in
+    another way there."""
     connectors = importlib.import_module(f"{copy}.trainer.connectors.checkpoint_connector")
     callbacks = importlib.import_module(f"{copy}.callbacks.model_checkpoint")
-    _replace(getattr(connectors, "_CheckpointConnector", None), {"_select_ckpt_path": _select})
-    _replace(
-        callbacks.ModelCheckpoint,
-        {"_save_checkpoint": _save, "file_exists": _file_exists, "_link_checkpoint": _link},
-    )
-
-
-def _replace(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace methods by ``functions``, whose first argument is the stock method."""
-    methods = {name: getattr(owner, name, None) for name in functions}
-    # All or none: a Lightning that lacks one of them works in another way, and stays stock.
-    if None in methods.values() or any(hasattr(each, _CHANGED) for each in methods.values()):
-        return
-    for name, function in functions.items():
-        *_, changed = portus.around(owner, name, function)
-        setattr(changed, _CHANGED, True)
-        # `_link_checkpoint` is one; as a plain function it would be given the callback first.
-        is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-        setattr(owner, name, staticmethod(changed) if is_static else changed)
+    changes: list[tuple[Any, dict[str, Callable[..., Any]]]] = [
+        (getattr(connectors, "_CheckpointConnector", None), {"_select_ckpt_path": _select}),
+        (
+            callbacks.ModelCheckpoint,
+            {"_save_checkpoint": _save, "file_exists": _file_exists, "_link_checkpoint": _link},
+        ),
+    ]
+    for owner, functions in changes:
+        for name in functions if all(hasattr(owner, each) for each in functions) else ():
+            *_, changed = portus.around(owner, name, functions[name])
+            # `_link_checkpoint` is one; as a plain function it would be given the callback first.
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            setattr(owner, name, staticmethod(changed) if is_static else changed)
 
 
 def plugin_of(trainer: Any) -> PortusIO | None:

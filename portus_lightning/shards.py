@@ -41,10 +41,10 @@ def attach(strategy: Any, run: RunFiles) -> None:
     own = _ShardMethods(strategy, "state_dict" if is_fsdp2 else "model", run)
     # Also if saves stay Lightning's: an earlier run may have saved with Portus.
     strategy.load_checkpoint = own.load_checkpoint
-    if saves_shards(strategy) and not run.why_no_shards():
+    if stock.is_on() and saves_shards(strategy) and not run.why_no_shards():
         strategy.save_checkpoint = own.save_checkpoint
         if is_fsdp2:  # the live shards, instead of copies of them on the CPU
-            strategy.lightning_module_state_dict = own.lightning_module_state_dict
+            strategy.lightning_module_state_dict = own.model_state
             strategy.optimizer_state = own.optimizer_state
 
 
@@ -116,7 +116,7 @@ class _ShardMethods:
         model, module = self._strategy.model, self._strategy.lightning_module
         is_fitting = module.trainer.state.fn == "fit"
         optimizers = list(self._strategy.optimizers) if is_fitting else []
-        state: dict[str, Any] = {self._key: of_torch.get_model_state_dict(model)}
+        state: dict[str, Any] = {self._key: self.model_state()}
         for index, optimizer in enumerate(optimizers):
             name = f"optimizer_{index}"
             state[name] = of_torch.get_optimizer_state_dict(model, optimizer)
@@ -128,16 +128,12 @@ class _ShardMethods:
                 model, optimizer, optim_state_dict=state[f"optimizer_{index}"]
             )
 
-    def lightning_module_state_dict(self) -> Any:
-        """Return the model's state, with its live shards, in place of the strategy's own method."""
-        if not stock.is_on():
-            return self._stock("lightning_module_state_dict")
+    def model_state(self) -> Any:
+        """Return the model's state, with its live shards."""
         return of_torch.get_model_state_dict(self._strategy.model)
 
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return an optimizer's state, with its live shards, in place of the strategy's own
         method."""
-        if not stock.is_on():
-            return self._stock("optimizer_state", optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)  # Lightning wraps it
         return dict(of_torch.get_optimizer_state_dict(self._strategy.model, inner))
