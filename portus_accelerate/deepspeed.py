@@ -191,27 +191,27 @@ _STOCK_ENGINE: Final = "TorchCheckpointEngine"
 
 def why_not(engine: Any, settings: Settings) -> str | None:
     """Return why stock has to save this engine; None if Portus can."""
-    if settings.pool is not None:
-        return "pool: its checkpoints are files, in the directory that the script names"
-    real = type(engine.checkpoint_engine).__name__
-    config = engine._config
-    if real != _STOCK_ENGINE:
-        return f"its configuration chooses another way to write ({real})"
-    if not getattr(engine.checkpoint_engine, "zipfile_serialization", True):
-        return "its configuration asks for files in torch's old format"
-    if engine.has_moe_layers:
-        return "it has mixtures of experts, whose files Portus does not know"
-    if any(each.__name__ == "PipelineEngine" for each in type(engine).__mro__):
-        return "it is a pipeline"
-    if engine.zero_nvme_offload_optimizer():
-        return "its optimizer's state is offloaded to NVMe"
-    if getattr(engine, "zenflow", False):
-        return "ZenFlow writes weights between steps"
-    if engine.use_node_local_storage():
-        return "its checkpoints are on each node's own disk"
-    if getattr(getattr(config, "hybrid_engine", None), "enabled", False):
-        return "the hybrid engine writes weights between steps"
-    return None
+    writer, config = engine.checkpoint_engine, engine._config
+    real = type(writer).__name__
+    is_pipeline = any(each.__name__ == "PipelineEngine" for each in type(engine).__mro__)
+    reasons = (
+        (settings.pool, "pool: its checkpoints are files, in the directory that the script names"),
+        (real != _STOCK_ENGINE, f"its configuration chooses another way to write ({real})"),
+        (
+            not getattr(writer, "zipfile_serialization", True),
+            "its configuration asks for files in torch's old format",
+        ),
+        (engine.has_moe_layers, "it has mixtures of experts, whose files Portus does not know"),
+        (is_pipeline, "it is a pipeline"),
+        (engine.zero_nvme_offload_optimizer(), "its optimizer's state is offloaded to NVMe"),
+        (getattr(engine, "zenflow", False), "ZenFlow writes weights between steps"),
+        (engine.use_node_local_storage(), "its checkpoints are on each node's own disk"),
+        (
+            getattr(getattr(config, "hybrid_engine", None), "enabled", False),
+            "the hybrid engine writes weights between steps",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 _Leader = tuple[str | None, bool, list[portus.SaveHandle]]

@@ -155,27 +155,25 @@ class StateLoader:
     def _most_complete_first(self, candidates: Sequence[str]) -> Iterator[str]:
         """Yield the directories that all processes saved, and then the others. The same on all."""
         lacking = []
+        count, index = self._accelerator.num_processes, self._accelerator.process_index
         for candidate in candidates:
-            if self._has_all_processes(candidate):
+            try:
+                saved = (_positions_in(candidate, 0) or {}).get("processes")
+            except portus.PortusError:
+                saved = None
+            # Every process finds its random states, if there were as many as now.
+            has_own = saved != count or os.path.exists(
+                os.path.join(candidate, RANDOM.format(index))
+            )
+            # Whatever was found above: each process has to take part. The load of one that was cut
+            # off reports the reason.
+            if all(gather_object([has_own or bool(why_incomplete(candidate))])):
                 yield candidate
                 continue
             _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
             self.passed_over.add(candidate)
             lacking.append(candidate)
         yield from lacking
-
-    def _has_all_processes(self, directory: str) -> bool:
-        """Return whether every process finds its random states, if there were as many as now. The
-        same on all."""
-        is_cut_off = bool(why_incomplete(directory))  # its load reports the reason
-        count, index = self._accelerator.num_processes, self._accelerator.process_index
-        try:
-            saved = (_positions_in(directory, 0) or {}).get("processes")
-        except portus.PortusError:
-            saved = None
-        own = os.path.join(directory, RANDOM.format(index))
-        # Last, and whatever was found above: each process has to take part.
-        return all(gather_object([is_cut_off or saved != count or os.path.exists(own)]))
 
     def _say_of_others(self, directory: str, own: Any, of_main: Any) -> None:
         """Warn if this process found no states of its own, or another number of processes saved."""
