@@ -195,7 +195,10 @@ def why_not(engine: Any, settings: Settings) -> str | None:
     real = type(writer).__name__
     is_pipeline = any(each.__name__ == "PipelineEngine" for each in type(engine).__mro__)
     reasons = (
-        (settings.pool, "pool: its checkpoints are files, in the directory that the script names"),
+        (
+            settings.pool is not None,
+            "pool: its checkpoints are files, in the directory that the script names",
+        ),
         (real != _STOCK_ENGINE, f"its configuration chooses another way to write ({real})"),
         (
             not getattr(writer, "zipfile_serialization", True),

@@ -34,7 +34,6 @@ from portus_lightning.patch import (
     uploads_each,
 )
 from portus_lightning.preemption import PreemptionExit
-from portus_lightning.resume import renewing_at_epoch_end
 
 KEY: Final = "portus_random"
 """The key of the generators in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
@@ -162,7 +161,7 @@ class CompanionHooks:
             self._data.start()
         generators, self._generators = self._generators, None
         if generators is not None:
-            with renewing_at_epoch_end(trainer.fit_loop):
+            with data.renewing_at_epoch_end(trainer.fit_loop):
                 if self._data is not None:
                     self._data.put_back()
                 portus.restore_randomness(generators, trainer.strategy.root_device)

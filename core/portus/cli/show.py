@@ -20,8 +20,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.version import OpenVersion
-from portus.reach.shards.metadata_file import NAME as METADATA
-from portus.reach.shards.rank_file import DISTCP
+from portus.reach.shards.rank_file import DISTCP, METADATA
 
 
 def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -> None:

@@ -43,9 +43,9 @@ from portus.reach.formats.safetensors_reader import SafetensorsFile, read_safete
 from portus.reach.index.place import Place, PlaceName, hosts_of
 from portus.reach.pools.resolve import allow
 from portus.reach.shards.directories import has_safetensors_of_torch, read_metadata
-from portus.reach.shards.metadata_file import NAME as METADATA
 from portus.reach.shards.rank_file import (
     BLOCK,
+    METADATA,
     RANK_FILE,
     RankFile,
     bytes_of,

@@ -43,10 +43,15 @@ from portus.reach.dcp.rank_files import RankSave, RankSaves
 from portus.reach.index.place import Place, PlaceName, hosts_of
 from portus.reach.shards.arrival import await_files, require_seen
 from portus.reach.shards.directories import complete_beside, pickle_metadata, series_of, stale_in
-from portus.reach.shards.layouts import LAYOUTS, ShardContents
-from portus.reach.shards.metadata_file import NAME, metadata_file
 from portus.reach.shards.plans import RankPlan, agree, values_of
-from portus.reach.shards.rank_contents import RankContents, in_bytes, resolve_items
+from portus.reach.shards.rank_contents import (
+    LAYOUTS,
+    RankContents,
+    ShardContents,
+    in_bytes,
+    resolve_items,
+)
+from portus.reach.shards.rank_file import METADATA, metadata_file
 from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:
@@ -382,7 +387,7 @@ class PortusStorageWriter(StorageWriter):
         handle = self._begin(
             own,
             contents,
-            files={NAME: last, **options.files},
+            files={METADATA: last, **options.files},
             ready=partial(await_files, self._directory, names, start.save, self._saves.given_up),
         )
         # After the commit, by the queue: the earlier `.metadata` refers to them until then.
@@ -429,7 +434,7 @@ class PortusStorageWriter(StorageWriter):
             self._files = TrainingFiles(
                 self._settings,
                 of_directories=True,
-                telling=re.escape(NAME),
+                telling=re.escape(METADATA),
                 pool=self._pool,
                 is_named=self._name is not None,
                 rank=standing()[0],

@@ -40,8 +40,7 @@ from portus.reach.places.base import (
     Verdict,
 )
 from portus.reach.places.version import remove_files
-from portus.reach.shards.metadata_file import NAME as METADATA
-from portus.reach.shards.rank_file import DISTCP
+from portus.reach.shards.rank_file import DISTCP, METADATA
 
 _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, METADATA)
 _END: Final = b"PK\x05\x06"

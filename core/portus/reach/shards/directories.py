@@ -24,8 +24,7 @@ from portus.errors import (
     printable,
 )
 from portus.reach.formats.safetensors import SUFFIX
-from portus.reach.shards.metadata_file import NAME, read_pickle
-from portus.reach.shards.rank_file import RANK_FILE
+from portus.reach.shards.rank_file import METADATA, RANK_FILE, read_pickle
 
 _STOCK: Final = re.compile(r"__(\d+)_(\d+)\.distcp")
 """The name of a rank's file, whoever wrote it."""
@@ -63,7 +62,7 @@ def series_of(name: str) -> str:
 def read_metadata(directory: str) -> Any:
     """Return the metadata of a directory. Raise ``NoCheckpointError`` if there are none,
     ``CorruptionError``, ``MediumError``, and ``UsageError`` if another torch wrote them."""
-    path = os.path.join(directory, NAME)
+    path = os.path.join(directory, METADATA)
     try:
         data, is_verified = use_file(
             path, lambda file: read_pickle(reads(file), file.size, printable(path))
@@ -92,8 +91,8 @@ def _why_none(directory: str) -> str:
     before = complete_beside(directory)
     other = f"; the newest complete one beside it is {printable(before[0])}" if before else ""
     if any(_STOCK.fullmatch(name) or _SHARD_FILE.fullmatch(name) for name in os.listdir(directory)):
-        return f"{where}: its save was cut off: it has files of ranks and no {NAME}{other}"
-    return f"{where}: there is no checkpoint: it has no {NAME}{other}"
+        return f"{where}: its save was cut off: it has files of ranks and no {METADATA}{other}"
+    return f"{where}: there is no checkpoint: it has no {METADATA}{other}"
 
 
 def complete_beside(directory: str) -> list[str]:
@@ -111,7 +110,7 @@ def complete_in(above: str, like: str | None = None) -> list[str]:
             if like is not None and series_of(each.name) != series_of(like):
                 continue
             with contextlib.suppress(OSError):
-                if os.path.isfile(os.path.join(each.path, NAME)):
+                if os.path.isfile(os.path.join(each.path, METADATA)):
                     found.append((_age(each.path), each.path))
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -121,7 +120,7 @@ def _age(directory: str) -> tuple[int, int]:
     in a copy; the time of the file for one by stock torch, which counts from 0."""
     matches = [RANK_FILE.fullmatch(name) for name in os.listdir(directory)]
     save = max((int(match[2]) for match in matches if match), default=0)
-    written = os.stat(os.path.join(directory, NAME)).st_mtime_ns
+    written = os.stat(os.path.join(directory, METADATA)).st_mtime_ns
     return save or written, written
 
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from portus.companions.job.exchange import UNPLANNED, Failures, RankReport, exchange, standing
 from portus.engine.state.walk import PLAIN, PLAIN_TENSORS
 from portus.errors import PortusError
-from portus.reach.shards.layouts import ShardContents
+from portus.reach.shards.rank_contents import ShardContents
 
 
 class StateOutline(NamedTuple):

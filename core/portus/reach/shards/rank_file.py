@@ -3,6 +3,9 @@ at a multiple of 64 bytes, followed by a table that stock torch ignores.
 
 A tensor is a file of ``torch.save`` of its own (``torch_zip``), with its own digests. Other items
 are bytes from torch's planner, whose digests are in the table. Bytes between items are 0.
+
+And ``.metadata`` of the directory: torch's pickle, followed by a digest, which ``pickle.load``
+ignores.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from portus.engine.image.image import Crcs, Digests, Image, Literal, Read, exact
 from portus.engine.image.integrity import ShardFile
 from portus.engine.image.torch_reader import read_torch
 from portus.errors import CorruptionError, UsageError, printable
-from portus.reach.shards.metadata_file import NAME as METADATA
-from portus.reach.shards.metadata_file import read_pickle
+
+METADATA: Final = ".metadata"
+MAGIC_OF_METADATA: Final = b"PORTUSMD"
 
 DISTCP: Final = ".distcp"
 
@@ -229,6 +233,39 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
     if any(row.offset + row.length > begin or row.kind > BLOCK for row in found):
         raise CorruptionError(f"{name}: the table has an item outside of the file")
     return RankFile(name, size, save, found, {(row.offset, row.length): row for row in found})
+
+
+END_OF_METADATA: Final = Record(
+    "end of .metadata",
+    16,
+    (
+        Field("magic", "8s", '`"PORTUSMD"`'),
+        Field("pickle", "Q", "bytes of the pickle in front of it"),
+    ),
+)
+"""The record before the xxh3_128 of the pickle and of this record, which ends the file."""
+
+
+def metadata_file(pickle: bytes) -> bytes:
+    """Return the bytes of the file with ``pickle``."""
+    data = pickle + END_OF_METADATA.row(MAGIC_OF_METADATA, len(pickle))
+    return data + digest(data)
+
+
+def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:
+    """Return the pickle in the file ``name`` of ``size`` bytes, and whether it was verified: stock
+    torch's has no digest. Raises ``CorruptionError``."""
+    data = exactly(read, 0, size, name)
+    at = size - END_OF_METADATA.size - DIGEST_SIZE
+    end = END_OF_METADATA.unpack(data[at : at + END_OF_METADATA.size]) if at >= 0 else {}
+    # Either will do: a file of Portus with one damaged byte here does not pass for stock's.
+    if end.get("magic") != MAGIC_OF_METADATA and end.get("pickle") != at:
+        if not data.endswith(b"."):
+            raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")
+        return data, False
+    if digest(data[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
+        raise CorruptionError(f"{name} does not match its digest")
+    return data[:at], True
 
 
 def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
