@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from portus.reach.protocol.connection import NEXT
 from portus.reach.protocol.messages import MESSAGES
-from portus.reach.protocol.vocabulary import MessageKind
+from portus.reach.protocol.vocabulary import MessageKind, Phase
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "protocol.md"
 
@@ -42,7 +41,9 @@ def order() -> str:
     lines = ["| state | message | from | state after |", "|---|---|---|---|"]
     lines += [
         f"| {before.value} | {kind.name} | {_side(kind)} | {after.value} |"
-        for (before, kind), after in NEXT.items()
+        for before in Phase
+        for kind in MESSAGES
+        if (after := kind.moves.get(before)) is not None
     ]
     return "\n".join(lines) + "\n"
 

@@ -45,7 +45,7 @@ def receive_by_link(connected: socket.socket, size: int, file: str) -> None:
     link = Link(connected, is_client=False, name="bench", silence_s=60)
     while True:
         link.connection.state = Phase.PULLING
-        link.fill(target, None)
+        link.fill(target)
         medium.wrote(whole)
         link.send(said.Hashed(GOT * 16, size))
 
@@ -62,7 +62,7 @@ def give_by_link(link: Link, views: list[memoryview], frame: int) -> None:
     link.connection.state = Phase.PULLING
     for view in views:
         for start in range(0, len(view), frame):
-            link.send_payload(said.DATA, view[start : start + frame], None)
+            link.send_payload(said.DATA, view[start : start + frame])
     assert isinstance(link.hear(), said.Hashed)
 
 

@@ -21,8 +21,7 @@ from portus.engine.format.checksum import digest
 from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.records import decode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Fault, Said, pack_column, pack_map
-from portus.reach.transport.dial import error_of
+from portus.reach.protocol.messages import Fault, Said, error_of, pack_column, pack_map
 from portus.reach.transport.stream import Link
 from tests.hosts import serving
 
@@ -53,7 +52,7 @@ def talk(link: Link) -> None:
         return answer
 
     def send() -> None:
-        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)))
         answer = link.hear()
         if not isinstance(answer, said.Hashed) or answer.digests != DIGESTS:
             raise error_of(answer)
@@ -68,9 +67,9 @@ def talk(link: Link) -> None:
     confirm = said.Confirm(DIGESTS, CONTENTS, keep, metrics=metrics)
     first = committed(ask(confirm, said.Committed))
     ask(said.Begin("model", 11, SECOND, LENGTHS), said.Done)
-    assert ask(said.Share(FIRST, pack_column([0, 1])), said.Shared) == said.Shared(True)
+    assert ask(said.Share(FIRST, pack_column([0, 1])), said.Done) == said.Done()
     ask(said.Offer(pack_column([2])), said.Pull)
-    link.send_payload(said.DATA, memoryview(DATA[2]), None)
+    link.send_payload(said.DATA, memoryview(DATA[2]))
     assert isinstance(link.hear(), said.Hashed)
     committed(ask(said.Confirm(DIGESTS, CONTENTS, b"", True), said.Committed))
     ask(said.Begin("model", 12, GIVEN_UP, LENGTHS), said.Done)
@@ -81,7 +80,7 @@ def talk(link: Link) -> None:
     ask(said.Pin(first))
     link.send(said.Read(pack_column([0, 1000, 4096, 500])))
     page = bytearray(1500)
-    link.fill(memoryview(page), None)
+    link.fill(memoryview(page))
     assert any(page)
     assert link.receive() == said.Done()
     ask(said.Check(pack_column([0]), b""), said.Hashed)
@@ -89,7 +88,7 @@ def talk(link: Link) -> None:
     ask(said.Retire(FIRST))
     ask(said.Note("a save failed"))
     ask(said.Settle("model", bytes(16)), said.Refused)
-    assert ask(said.Put("run/a", False, b"object"), said.Placed) == said.Placed(True)
+    assert ask(said.Put("run/a", False, b"object"), said.Done) == said.Done()
     assert ask(said.Get("run/a", 1, 3), said.Object) == said.Object(b"bje")
     listed = ask(said.List("run/", ""), said.Listed)
     assert isinstance(listed, said.Listed)

@@ -22,9 +22,8 @@ from portus.reach.index.directory import format_device, open_reader
 from portus.reach.index.findings import Severity
 from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, pack_column, pack_pairs
+from portus.reach.protocol.messages import Said, error_of, pack_column, pack_pairs
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.dial import error_of
 from portus.reach.transport.verbs import RegisterError
 from tests.hardware.conftest import DEVDAX, WAIT_S_MAX
 from tests.hardware.states import begun, holds, loaded, saved, snapshot_of, state_of, steps
@@ -138,7 +137,7 @@ def test_access_is_revoked_before_the_host_hears_that_a_save_is_given_up() -> No
         host.pause()
         worker = threading.Thread(target=draft.release)
         worker.start()
-        settled(lambda: link.connection.state is not Phase.SAVING or None)
+        settled(lambda: link.connection.state is Phase.ASKED or None)
         assert reached.lane.closed, "the host could still read what is about to change"
         host.resume()
         worker.join()
@@ -313,7 +312,7 @@ def test_an_end_that_is_not_there_fails_its_own_save_alone() -> None:
         walk = Walk(url(server))
         try:
             walk.to("registered")
-            there = walk.lane._pair.endpoint
+            there = walk.lane.endpoint
             walk.ask(said.Connect(*there._replace(number=there.number ^ 0x5555)), said.Connected)
             walk.step("begun")
             walk.link.send(said.Offer(ONE))
@@ -355,15 +354,15 @@ def test_who_does_not_have_the_secret_reaches_nothing(
 def test_ten_terabytes_are_neither_registered_nor_pulled(server: Server, walk: Walk) -> None:
     walk.to("connected")
     with pytest.raises(RegisterError, match="ulimit -l"):
-        walk.lane.register(walk.array.ctypes.data, TEN_TERABYTES)
+        walk.register(TEN_TERABYTES)
     lengths = pack_column([TEN_TERABYTES])
     handle = pack_pairs([walk.array.ctypes.data], [7])
     walk.link.send(said.Begin(MODEL, 1, b"t" * 16, lengths, handle))
     answer = walk.link.hear()
     if isinstance(answer, said.Done):
-        full = walk.ask(said.Offer(ONE), said.Full)
-        assert isinstance(full, said.Full)
-        assert full.errno == errno.ENOSPC
+        full = walk.ask(said.Offer(ONE), said.Refused)
+        assert isinstance(full, said.Refused)
+        assert (full.fault, full.errno) == (said.Fault.FULL, errno.ENOSPC)
         walk.ask(said.Abandon(), said.Done)  # until then it may be offered again
     else:
         assert isinstance(answer, said.Refused)

@@ -107,7 +107,7 @@ def test_a_state_is_pulled_straight_into_a_device_and_written_back(server: Serve
 
 
 def test_a_state_of_all_sizes_comes_back(server: Server) -> None:
-    """Small ones are gathered; one is longer than a unit, some are empty."""
+    """Small ones go over the socket; one is longer than a unit, some are empty."""
     sizes = [0, 1, 63, 64, 65, 4096, 16383, 16384, 70_001, 0, (16 << 20) + 5, 100, *range(1, 300)]
     state = [np.full(size, number % 251, np.uint8) for number, size in enumerate(sizes)]
     with pool_on(url(server)) as pool:
@@ -360,7 +360,8 @@ def test_a_handle_that_lies_is_refused_and_others_save(server: Server, lie: str)
         link = links.borrow()
         lane = links.lane(link)
         assert lane is not None
-        region = lane.register(array.ctypes.data, array.nbytes)
+        start = array.ctypes.data
+        region = lane.domain.register(start, array.nbytes, remote=True, writable=True)
         address, key, length = LIES[lie](region.start, region.remote_key, array.nbytes)
         lengths, one = pack_column([length]), pack_column([0])
         link.ask(said.Begin("liar", 1, b"t" * 16, lengths, pack_pairs([address], [key])))
@@ -383,7 +384,7 @@ def test_digests_that_are_not_those_of_what_was_read_make_no_version(server: Ser
         snapshot = snapshot_of([array], 1)
         draft = pool.draft(snapshot)
         draft.copy(np.arange(1), snapshot.address, Stop())
-        digests = draft._stored[0][1]
+        digests = draft._digests
         confirm = said.Confirm(bytes(digests.nbytes), table([1 << 20]), b"")
         assert draft._link is not None
         answer = draft._link.ask(confirm)

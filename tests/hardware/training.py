@@ -30,7 +30,7 @@ SAVE_S_MAX: Final = 120.0
 AFTER: Final = 3
 LOST_MAX: Final = 500
 BOUNCED_MAX: Final = 64 << 10
-"""Of one save: small tensors are gathered."""
+"""Of one save: small tensors go over the socket."""
 
 MODEL: Final = "run"
 

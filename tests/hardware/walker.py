@@ -20,9 +20,8 @@ from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import Said, pack_column, pack_pairs
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
-from portus.reach.transport.regions import ClientLane
 from portus.reach.transport.stream import Link
-from portus.reach.transport.verbs import Region, load
+from portus.reach.transport.verbs import QueuePair, Region, load
 from portus.reach.versions.parts import share, sources
 from tests.contents import table
 from tests.hardware.states import Bytes, state_of
@@ -42,7 +41,6 @@ BEFORE: Final = {
     "pulled": "offered",
     "confirming": "pulled",
     "committed": "confirming",
-    "abandoning a pull": "offered",
     "abandoning": "pulled",
     "abandoned": "abandoning",
     "pinned": "committed",
@@ -60,7 +58,7 @@ class Walk:
     """A client. Raises ``TransportError`` when the host is gone."""
 
     link: Link
-    lane: ClientLane
+    lane: QueuePair
     region: Region
     record: VersionRecord
 
@@ -94,6 +92,11 @@ class Walk:
             self.region.close()
         self.links.close()
 
+    def register(self, length: int) -> Region:
+        """Let the host read and write so much from the beginning of the array."""
+        start = self.array.ctypes.data
+        return self.lane.domain.register(start, length, remote=True, writable=True)
+
     def _claimed(self) -> None:
         self.link = self.links.borrow()
 
@@ -103,7 +106,7 @@ class Walk:
         self.lane = lane
 
     def _registered(self) -> None:
-        self.region = self.lane.register(self.array.ctypes.data, SIZE)
+        self.region = self.register(SIZE)
 
     def _begun(self) -> None:
         handle = pack_pairs([self.region.start], [self.region.remote_key])
@@ -125,12 +128,9 @@ class Walk:
         assert isinstance(answer, said.Committed)
         self.record = decode_version(memoryview(answer.record))
 
-    def _abandoning_a_pull(self) -> None:
+    def _abandoning(self) -> None:
         self.lane.close()
         self.link.send(said.Abandon())
-
-    def _abandoning(self) -> None:
-        self._abandoning_a_pull()
 
     def _abandoned(self) -> None:
         self.hear(said.Done)

@@ -22,7 +22,6 @@ ONE_IMPLEMENTATION = {
     "core/portus/engine/writer/image_file.py: DurableFiles": "of publishers, on a floor above",
     "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
     "core/portus/reach/media/space.py: Space": "tests replace the memory, which crashes",
-    "core/portus/reach/transport/one_sided.py: Pair": "tests replace the network card",
 }
 """Why there is a ``Protocol`` that fewer than two classes of what is shipped, but for the test kit,
 implement. With one, write its class instead, or pass what is needed of it."""

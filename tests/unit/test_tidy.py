@@ -118,8 +118,6 @@ LARGE = {
 PARTICIPLES = {
     "engine/pipeline/handle: SaveHandle.done": "public, and called as that of a Future",
     "engine/pipeline/handle: SaveHandle.committed": "public, a property beside `done`",
-    "reach/daemon/fabric: HostLane.closed": "a property, called as that of a file",
-    "reach/transport/regions: ClientLane.closed": "a property, called as that of a file",
     "portus_accelerate/titan: _SaveFuture.done": "overrides that of torch's Future",
 }
 """Methods with a participle for a name, and why."""

@@ -19,8 +19,7 @@ from portus.cli.machine import MachineFinding
 from portus.engine.copying.segments import memory
 from portus.engine.spec import PAGE
 from portus.errors import TransportError
-from portus.reach.transport.one_sided import Pair
-from portus.reach.transport.verbs import Domain, Port, Region, load, ports
+from portus.reach.transport.verbs import Domain, Port, QueuePair, Region, load, ports
 
 TOPIC: Final = "RDMA loopback"
 SIZE: Final = 8 * PAGE
@@ -52,7 +51,7 @@ def loopback_findings() -> Iterator[MachineFinding]:
             yield MachineFinding(TOPIC, port.device, f"cannot be tried: {error}", advice)
 
 
-def count_misplaced(pair: Pair, near: Region, far: Region, *, writes: bool) -> int:
+def count_misplaced(pair: QueuePair, near: Region, far: Region, *, writes: bool) -> int:
     """Return how many of the transfers at ``PLACES`` left wrong bytes.
 
     Each region has ``SIZE`` bytes of this process. writes: from near to far, else reads back.
@@ -112,7 +111,7 @@ def _wrong(domain: Domain) -> int:
         far.close()
 
 
-def _wait(pair: Pair) -> None:
+def _wait(pair: QueuePair) -> None:
     until_s = time.monotonic() + _WAIT_S_MAX
     while not pair.poll():
         if time.monotonic() > until_s:

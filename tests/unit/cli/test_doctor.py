@@ -30,7 +30,7 @@ from portus.errors import UsageError
 from portus.reach.index.place import Place
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.transport.cuda import Driver
-from portus.reach.transport.verbs import Region
+from portus.reach.transport.verbs import QueuePair, Region
 from tests.cuda import Library, memfd
 from tests.unit.cli.scene import Run, portus, portus_json
 
@@ -107,7 +107,7 @@ def test_rdma_ports_are_told_with_their_state(machine: Machine) -> None:
     assert {"pyverbs", "locked memory"} <= found.keys()
 
 
-class Paging:
+class Paging(QueuePair):
     """A queue pair that forgets where in its page a far place is; or one that is right."""
 
     def __init__(self, *, is_right: bool) -> None:

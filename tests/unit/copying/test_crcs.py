@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
-import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pytest
 
 from portus.engine.copying.local import Engine, copy
 from portus.engine.copying.segments import Crcs, Source, Sources, Stop, cut
@@ -20,7 +19,6 @@ from portus.engine.spec import Extent
 from portus.reach.media.space import Memory
 from portus.reach.pools.image_draft import sum_sources
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.regions import Parts
 from portus.reach.transport.stream import Link, give, take
 from tests.unit.copying.test_local import Case, random_case, rows
 
@@ -79,33 +77,13 @@ def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
 
 def test_what_arrives_over_a_socket_is_summed(medium: Medium, seed: int) -> None:
     for case in cases(seed, medium.size):
-        with linked() as (client, host):
-            segments, sent = cut(Sources.of(case.sources))
-            giving = threading.Thread(target=give, args=(client, segments, sent, Stop()))
-            giving.start()
+        with linked() as (client, host), ThreadPoolExecutor(1) as pool:
+            giving = pool.submit(give, client, Sources.of(case.sources), Stop())
             crcs, (segments, digests) = nothing(case), cut(Sources.of(case.sources))
             take(host, segments, digests, Stop(), medium, crcs)
-            giving.join(60)
+            sent = giving.result(60)
         assert rows(digests) == rows(sent) == case.expected
         assert crcs.tolist() == expected(case)
-
-
-def test_what_is_gathered_and_what_is_reached_is_hashed(
-    engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("portus.reach.transport.regions.best_engine", lambda: engine)
-    for case in (*cases(seed, 10 << 20), big_case(random.Random(seed))):
-        sources = Sources.of([Source(each.address, each.length) for each in case.sources])
-        is_small = sources.length <= 4096
-        lengths = np.where(is_small, sources.length, 0)
-        room = np.zeros(int(lengths.sum()) + 1, np.uint8)
-        place = room.ctypes.data + np.cumsum(lengths) - lengths
-        parts = Parts.of(sources, is_small, place)
-        parts.gather(Stop())
-        parts.hash_big(Stop())
-        assert rows(parts.digests) == case.expected
-        small = [case.bytes_of(each) for each in case.sources if each.length <= 4096]
-        assert room[:-1].tobytes() == b"".join(small)
 
 
 @contextlib.contextmanager

@@ -167,7 +167,7 @@ def test_a_drain_waits_for_saves_under_way_and_lets_none_begin(server: Server, d
         assert "is draining this storage host" in answer.text
         waiting = threading.Thread(target=command, args=("admin", "drain", desk), daemon=True)
         waiting.start()
-        link.send_payload(said.DATA, memoryview(b"".join(DATA)), None)
+        link.send_payload(said.DATA, memoryview(b"".join(DATA)))
         assert isinstance(link.hear(), said.Hashed)
         confirm(link)
         waiting.join(30)

@@ -122,8 +122,8 @@ def begins(link: Link) -> None:
     model = os.urandom(8).hex()
     link.ask(said.Claim(model, os.urandom(16)))
     handles = bytes(said.HANDLE_SIZE * MANY)
-    link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY), handles))
-    if link.connection.state.value == "saving":
+    began = link.ask(said.Begin(model, 1, os.urandom(16), pack_column([0] * MANY), handles))
+    if isinstance(began, said.Done):
         for _ in range(100):
             if not isinstance(link.ask(said.Offer(b"")), said.Hashed):
                 return

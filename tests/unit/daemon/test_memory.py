@@ -40,7 +40,7 @@ def save_many(url: str, model: str, count: int, first: int) -> None:
                 token = (model.encode() + step.to_bytes(8, "little")).ljust(16, b"\0")
                 link.ask(said.Begin(model, step, token, lengths))
                 link.ask(said.Offer(alone))
-                link.send_payload(said.DATA, memoryview(data), None)
+                link.send_payload(said.DATA, memoryview(data))
                 assert isinstance(link.hear(), said.Hashed)
                 confirm = said.Confirm(digest(data), table([SIZE]), newest)
                 assert isinstance(link.ask(confirm), said.Committed)

@@ -21,7 +21,7 @@ from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import Pools, Quotas, read_quotas
 from portus.reach.daemon.secrets import SECRETS_MAX, Secrets, read_secrets
 from portus.reach.daemon.server import Server
-from portus.reach.protocol.proof import proof_of_client
+from portus.reach.protocol.proof import prove
 from tests.hosts import Host, connect_again_at_once, url
 from tests.unit.daemon.test_main import certificate
 
@@ -81,7 +81,7 @@ def test_every_save_survives_a_change_of_the_secret(
 
 def test_of_two_secrets_each_is_as_good_and_the_host_proves_the_same() -> None:
     def proof(secret: str, tenant: str = "a") -> bytes:
-        return proof_of_client(secret.encode(), tenant, b"c", b"h")
+        return prove("client", secret.encode(), tenant, b"c", b"h")
 
     secrets = Secrets({"a": (OLD.encode(), NEW.encode()), "b": (OLD.encode(),)})
     assert secrets.match_proof("a", proof(OLD), b"c", b"h") == OLD.encode()

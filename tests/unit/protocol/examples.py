@@ -77,5 +77,8 @@ def every(*, least: bool) -> Iterator[tuple[MessageKind, Said]]:
             yield kind, example(kind, least=least)
 
 
+NEXT = {(before, kind): after for kind in said.MESSAGES for before, after in kind.moves.items()}
+"""The state after each state and message."""
+
 LEAST = dict(every(least=True))
 EXAMPLES = dict(every(least=False))

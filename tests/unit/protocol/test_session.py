@@ -7,9 +7,9 @@ from portus.engine.format import checksum
 from portus.errors import UsageError
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, is_address, parse
-from portus.reach.protocol.connection import NEXT
-from portus.reach.protocol.proof import equal, proof_of_client, proof_of_host
+from portus.reach.protocol.proof import prove
 from portus.reach.protocol.vocabulary import Phase
+from tests.unit.protocol.examples import NEXT
 
 
 def test_the_document_holds_the_messages_and_their_order() -> None:
@@ -35,31 +35,18 @@ def test_every_request_can_be_answered_and_none_is_left_without_end() -> None:
         assert seen & ends, start
 
 
-def test_a_state_waits_for_one_side_alone_but_where_words_may_cross() -> None:
+def test_a_state_waits_for_one_side_alone_but_where_payload_is_sent() -> None:
     """Otherwise both might speak, and neither knew the other's state."""
     both = {
         state
         for state in Phase
         if len({kind.from_client for before, kind in NEXT if before is state}) == 2
     }
-    # OFFERED, PULLING: a client may abandon while the host answers; the host's words are passed
-    # over in ABANDONING.
-    assert both == {Phase.OFFERED, Phase.PULLING}
-    for state in both:
-        for before, kind in NEXT:
-            if before is state and not kind.from_client:
-                assert (Phase.ABANDONING, kind) in NEXT
-
-
-def test_an_abandonment_that_crosses_any_answer_ends_in_ready() -> None:
-    for state in (Phase.OFFERED, Phase.PULLING):
-        for answer in (said.Pull.kind, said.Hashed.kind, said.Refused.kind):
-            if (state, answer) not in NEXT:
-                continue
-            host = NEXT[state, answer]  # it answered, and then hears of the abandonment
-            assert NEXT[host, said.Abandon.kind] is Phase.ABANDONING
-            client = NEXT[NEXT[state, said.Abandon.kind], answer]
-            assert client is Phase.ABANDONING
+    # The client sends what was asked for, and nothing else; the host ends it.
+    assert both == {Phase.PULLING}
+    assert [kind for before, kind in NEXT if before is Phase.PULLING and kind.from_client] == [
+        said.DATA
+    ]
 
 
 def test_units_are_those_of_the_format() -> None:
@@ -69,16 +56,16 @@ def test_units_are_those_of_the_format() -> None:
 def test_a_proof_depends_on_all_that_was_said() -> None:
     args = (b"s" * 32, "tenant", b"a" * 16, b"b" * 16)
     proofs = {
-        proof_of_client(*args),
-        proof_of_host(*args),
-        proof_of_client(b"t" * 32, *args[1:]),
-        proof_of_client(args[0], "tenan", *args[2:]),
-        proof_of_client(*args[:2], b"c" * 16, args[3]),
-        proof_of_client(*args[:3], b"c" * 16),
-        proof_of_client(*args[:2], args[3], args[2]),
+        prove("client", *args),
+        prove("host", *args),
+        prove("client", b"t" * 32, *args[1:]),
+        prove("client", args[0], "tenan", *args[2:]),
+        prove("client", *args[:2], b"c" * 16, args[3]),
+        prove("client", *args[:3], b"c" * 16),
+        prove("client", *args[:2], args[3], args[2]),
     }
     assert len(proofs) == 7
-    assert equal(proof_of_client(*args), proof_of_client(*args))
+    assert prove("client", *args) == prove("client", *args)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from portus.reach.daemon.requests.router import ANSWERS
+from portus.reach.daemon.session import ANSWERS
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
-
-ASK = {Phase.READY: Phase.ASKED}
+from portus.reach.protocol.vocabulary import MessageKind, Vocabulary
 
 
 class Ask(msgspec.Struct):
@@ -28,7 +26,7 @@ class Ask(msgspec.Struct):
 def spoken() -> Vocabulary:
     """One request."""
     words = Vocabulary()
-    words.client(6, "ASK", ASK)(Ask)
+    words.message(6, "ASK")(Ask)
     return words
 
 
@@ -45,23 +43,13 @@ def test_a_field_without_a_limit_is_told() -> None:
         text: str
 
     with pytest.raises(AssertionError, match=r"WONDER\.text: it has no limit"):
-        spoken().client(8, "WONDER", ASK)(Boundless)
+        spoken().message(8, "WONDER")(Boundless)
 
 
 @pytest.mark.parametrize(("number", "name"), [(6, "WONDER"), (9, "ASK")])
 def test_no_number_and_no_name_is_declared_twice(number: int, name: str) -> None:
     with pytest.raises(AssertionError, match=r"6 is ASK already"):
-        spoken().client(number, name, ASK)(Ask)
-
-
-def test_a_number_says_whose_message_it_is() -> None:
-    words = Vocabulary()
-    for number in (0, 64):
-        with pytest.raises(AssertionError, match=r"number of the host's"):
-            words.client(number, "WONDER", ASK)
-    for number in (63, 256):
-        with pytest.raises(AssertionError, match=r"no number of a host's"):
-            words.host(number, "WONDER", {})
+        spoken().message(number, name)(Ask)
 
 
 def test_every_request_of_the_protocol_has_its_answer() -> None:
@@ -78,9 +66,8 @@ def test_an_answer_takes_the_message_that_it_is_for(message: type[said.Message])
 def test_a_host_does_not_start_with_a_message_that_nobody_answers() -> None:
     code = """
         from portus.reach.protocol import messages as said
-        from portus.reach.protocol.vocabulary import Phase
 
-        @said.MESSAGES.client(63, "WONDER", {Phase.READY: Phase.ASKED})
+        @said.MESSAGES.message(63, "WONDER")
         class Wonder(said.Message, frozen=True):
             pass
 

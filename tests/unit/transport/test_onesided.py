@@ -27,18 +27,16 @@ from portus.reach.media.space import Memory
 from portus.reach.pools.image_draft import sum_sources
 from portus.reach.transport import one_sided
 from portus.reach.transport.one_sided import (
-    DirectLanding,
     Landing,
-    PoolRegions,
-    RingLanding,
+    PinnedPool,
     Rings,
     TransferResult,
     is_pinnable,
     transfer,
 )
-from portus.reach.transport.regions import GATHERED_MAX, SMALL, Parts, Regions, gather
+from portus.reach.transport.regions import Regions
 from portus.reach.transport.stream import EndedError, Link
-from portus.reach.transport.verbs import Domain, Region, WorkError
+from portus.reach.transport.verbs import Domain, QueuePair, Region, WorkError
 from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import pack, place
 
@@ -49,7 +47,7 @@ SIZES = [0, 1, 63, 64, 65, 4096, 65_535, 65_536, 300_001, 0, UNIT, UNIT + 5, *ra
 MORE = [UNIT] * 3 + [5000] * 50
 
 
-class Card:
+class Card(QueuePair):
     """A queue pair whose requests are carried out when somebody looks: some, never ahead."""
 
     def __init__(self, registry: Registry, seed: int, fail_at: int = -1) -> None:
@@ -64,10 +62,10 @@ class Card:
         """Where storages of the other side are, their lengths, and their keys."""
 
     def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        self._post(target, source, length, (target, local_key), (source, remote_key))
+        self._request(target, source, length, (target, local_key), (source, remote_key))
 
     def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        self._post(target, source, length, (source, local_key), (target, remote_key))
+        self._request(target, source, length, (source, local_key), (target, remote_key))
 
     def poll(self) -> int:
         assert not self.closed
@@ -81,7 +79,7 @@ class Card:
     def close(self) -> None:
         self.closed = True
 
-    def _post(
+    def _request(
         self, target: int, source: int, length: int, local: tuple[int, int], remote: tuple[int, int]
     ) -> None:
         assert not self.closed
@@ -135,27 +133,17 @@ def link() -> Iterator[Link]:
 
 
 class Client:
-    """Storages of these sizes, and where the host finds them: small ones gathered."""
+    """Storages of these sizes, and where the host finds them."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.lengths = np.array(sizes, np.int64)
         self.arrays = [np.random.default_rng(n).bytes(n) for n in sizes]
         self.memory = [np.frombuffer(bytearray(each), np.uint8) for each in self.arrays]
-        self.address = np.array([each.ctypes.data for each in self.memory], np.int64)
-        here = self.lengths > 0
-        small, offsets, size = gather(self.lengths, here, here)
-        self.room = np.zeros(size + 64, np.uint8)
-        place = np.where(small, self.room.ctypes.data + offsets, self.address)
-        none = np.empty(0, np.int64)
-        self.sources = Sources(
-            address=self.address, length=self.lengths, extent_offset=none, extent_length=none
-        )
-        self.parts = Parts.of(self.sources, small, place)
-        self.place = place
-        self.small = small
+        self.place = np.array([each.ctypes.data for each in self.memory], np.int64)
+        self.sources = Sources.in_memory(self.place, self.lengths)
 
     def clear(self) -> None:
-        for each in (*self.memory, self.room):
+        for each in self.memory:
             each[:] = 0
 
 
@@ -181,7 +169,7 @@ def push(card: Card, landing: Landing, moved: Sources, place: Column, link: Link
 def move(
     card: Card, landing: Landing, moved: Sources, place: Column, link: Link, *, is_pull: bool
 ) -> TransferResult:
-    key = np.where(moved.length < SMALL, KEY, KEY + 1 + np.arange(len(place)))
+    key = KEY + np.arange(len(place))
     columns = (place.tolist(), moved.length.tolist(), key.tolist())
     card.keys = list(zip(*columns, strict=True))
     there = replace(moved, address=place)
@@ -203,9 +191,9 @@ class Host:
     def landing(self) -> Landing:
         """A fresh one, as each transfer has it."""
         if isinstance(self._medium, MappedMedium) and is_pinnable(self._medium):
-            return DirectLanding(PoolRegions(self.registry, self._medium))
-        with self._rings.borrow(self.link) as ring:
-            return RingLanding(self._medium, ring)
+            return PinnedPool(self.registry, self._medium)
+        with self._rings.borrow(self.link, self._medium) as ring:
+            return ring
 
 
 @pytest.fixture
@@ -233,9 +221,6 @@ def medium(
 def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, seed: int) -> None:
     client = Client(SIZES)
     expected = hash_sources(client.sources, Stop())
-    client.parts.gather(Stop())
-    client.parts.hash_big(Stop())
-    assert np.array_equal(client.parts.digests, expected)
     moved, _ = room_for(client.lengths)
     card = host.card(seed)
     done = pull(card, host.landing(), moved, client.place, host.link)
@@ -243,14 +228,9 @@ def test_what_is_pulled_is_stored_and_comes_back(medium: Medium, host: Host, see
     assert done.crcs.tolist() == sum_sources(client.sources).tolist()
     assert done.bounced == (0 if is_pinnable(medium) else moved.size)
     assert card.longest <= one_sided.PIECE
-    small = int(client.small.sum())
-    assert card.requests < 50 < small, "small storages travel together"
     client.clear()
     done = push(host.card(seed), host.landing(), moved, client.place, host.link)
     assert np.array_equal(done.digests, expected)
-    client.parts.scatter(Stop())
-    client.parts.hash_big(Stop())
-    assert np.array_equal(client.parts.digests, expected)
     for array, memory in zip(client.arrays, client.memory, strict=True):
         assert memory.tobytes() == array
 
@@ -283,7 +263,6 @@ def test_a_pull_that_fails_anywhere_closes_the_pair_first(
     medium: Medium, host: Host, seed: int
 ) -> None:
     client = Client(MORE)
-    client.parts.gather(Stop())
     moved, _ = room_for(client.lengths)
     failed = 0
     for fail_at in range(1, 13):
@@ -294,8 +273,7 @@ def test_a_pull_that_fails_anywhere_closes_the_pair_first(
         failed += 1
     assert failed == 12
     done = pull(host.card(seed), host.landing(), moved, client.place, host.link)
-    client.parts.hash_big(Stop())
-    assert np.array_equal(done.digests, client.parts.digests)
+    assert np.array_equal(done.digests, hash_sources(client.sources, Stop()))
 
 
 def test_a_client_that_hangs_up_ends_a_pull(medium: Medium, host: Host) -> None:
@@ -315,31 +293,32 @@ def test_a_client_that_hangs_up_ends_a_pull(medium: Medium, host: Host) -> None:
 def test_a_block_of_a_pool_is_registered_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_sided, "BLOCK", 1 << 20)
     registry, medium = Registry(), Memory(1 << 19)
-    regions = PoolRegions(registry, medium)
-    first = regions.of(0)
-    assert (first.length, regions.of(5)) == (1 << 19, first)
+    pool, start = PinnedPool(registry, medium), medium.address(Extent(0, 0))
+    first = pool.region(start)
+    assert (first.length, pool.region(start + 5)) == (1 << 19, first)
     medium.grow(5 << 20)
-    assert regions.of(5) is first
-    rest = regions.of(1 << 19)  # what was added to the first block
+    assert pool.region(start + 5) is first
+    rest = pool.region(start + (1 << 19))  # what was added to the first block
     assert (rest.start, rest.length) == (first.end, 1 << 19)
-    assert regions.of((3 << 20) + 7).start == first.start + (3 << 20)
+    assert pool.region(start + (3 << 20) + 7).start == first.start + (3 << 20)
     assert registry.made == 3
     medium.close()
 
 
 def test_rings_are_bounded_and_given_back(monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
     monkeypatch.setattr(one_sided, "RINGS_MAX", 1)
-    registry = Registry()
+    registry, medium = Registry(), Memory(1 << 19)
     rings = Rings(registry)
     with conversation() as (lost, there):
         there.close()
-        with rings.borrow(link) as ring:
-            assert ring.region.length == one_sided.AHEAD * UNIT
-            with pytest.raises(EndedError), rings.borrow(lost):
+        with rings.borrow(link, medium) as ring:
+            assert ring.region(0).length == one_sided.AHEAD * UNIT
+            with pytest.raises(EndedError), rings.borrow(lost, medium):
                 pass
-        with rings.borrow(lost) as again:
+        with rings.borrow(lost, medium) as again:
             assert again is ring
     assert registry.made == 1
+    medium.close()
 
 
 # --- the client's regions ---
@@ -396,12 +375,3 @@ def test_a_registration_that_is_refused_leaves_none_in_use() -> None:
     with pytest.raises(TransportError, match="cannot register 2000"):
         regions.take([object(), object()], np.array([1000, 2000]), lengths, lasting)
     assert registry.live == {}
-
-
-def test_no_more_is_gathered_than_is_allowed() -> None:
-    lengths = np.full(GATHERED_MAX // SMALL + 100, SMALL - 1)
-    here = np.ones(len(lengths), np.bool_)
-    small, offsets, size = gather(lengths, here, here)
-    assert size <= GATHERED_MAX
-    assert 0 < int((~small).sum()) < 200
-    assert len(np.unique(offsets[small])) == int(small.sum())

@@ -20,12 +20,12 @@ from typing import Final, TypeAlias, cast
 
 import msgspec
 
-from portus.errors import MediumError, PortusError, TransportError, UsageError
+from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.options import ServeOptions, reload
 from portus.reach.daemon.pools import free_bytes, used_bytes
 from portus.reach.daemon.server import Server, is_here, listen_unix
-from portus.reach.daemon.shared_state import ConnectionStatus
+from portus.reach.daemon.shared_state import ConnectionStatus, refusal_of
 from portus.reach.protocol.address import Scheme, is_address, parse
 from portus.reach.protocol.messages import Fault
 
@@ -137,13 +137,7 @@ class AdminSocket:
         self._options: Final = options
         self._ended: Final = threading.Event()
         self._places: Final = threading.Semaphore(_AT_ONCE_MAX)
-        try:
-            self._socket: Final = listen_unix(path)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise MediumError(
-                error.errno or errno.EINVAL, f"{path}: cannot listen: {why}"
-            ) from error
+        self._socket: Final = listen_unix(path, path)
 
     def start(self) -> None:
         """Answer requests, each on a thread of its own."""
@@ -193,8 +187,8 @@ class AdminSocket:
         except msgspec.DecodeError as error:
             return RequestRefused(Fault.USAGE, f"unknown request: {error}")
         except PortusError as error:
-            text = error.strerror if isinstance(error, MediumError) else None
-            return RequestRefused(Fault.of(error), text or str(error))
+            refusal = refusal_of(error)
+            return RequestRefused(refusal.fault, refusal.text)
         if not isinstance(asked, Look):
             what = type(asked).__name__.lower()
             tell(logging.WARNING, "admin", f"by the operator: {asked}", request=what)

@@ -21,7 +21,7 @@ COUNTED: Final = {
     "object_bytes": "bytes of objects that others mirror here, as they came",
     "scrubbed_bytes": "bytes read by completed scrubs",
     "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
-    "hash_seconds": "time spent hashing what came through a socket, a part of pull_seconds",
+    "hash_seconds": "time spent hashing and copying on what came through a socket, of pull_seconds",
     "wire_seconds": "time with requests of verbs under way",
     "commit_seconds": "time spent in commits, the wait for each other included",
 }

@@ -9,20 +9,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
 from typing import Final
 
 from portus.engine.copying.segments import Column, Sources
-from portus.engine.media.base import MappedMedium
-from portus.errors import MediumError, TransportError, UsageError
+from portus.errors import TransportError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.protocol.address import Transport
 from portus.reach.transport.one_sided import (
-    DirectLanding,
-    Landing,
-    PoolRegions,
-    RingLanding,
+    PinnedPool,
     Rings,
     TransferResult,
     is_pinnable,
@@ -120,20 +115,28 @@ class _Device:
         """guard: held while ``pools`` is read or changed."""
         self.domain: Final = Domain(port)
         self.rings: Final = Rings(self.domain)
-        self.pools: Final[dict[HostedPool, PoolRegions | None]] = {}
-        """What is registered of a pool; None if it has to be reached through a ring."""
+        self.pools: Final[dict[HostedPool, PinnedPool | None]] = {}
+        """Pools that are registered; None: one that has to be reached through a ring."""
         self._guard: Final = guard
 
-    def regions(self, hosted: HostedPool) -> PoolRegions | None:
-        """Return the regions of a pool, or None if it has to be reached through a ring."""
+    def pool(self, hosted: HostedPool) -> PinnedPool | None:
+        """Return a pool that is registered, or None if it has to be reached through a ring."""
         medium = hosted.writer.medium
-        with self._guard:
-            if hosted not in self.pools:
-                self.pools[hosted] = None
-                if is_pinnable(medium):
-                    assert isinstance(medium, MappedMedium)
-                    self.pools[hosted] = PoolRegions(self.domain, medium)
-            return self.pools[hosted]
+        if medium.is_poisoned:  # it has no addresses any more, but can still be loaded
+            return None
+        try:
+            with self._guard:
+                if hosted not in self.pools:
+                    self.pools[hosted] = (
+                        PinnedPool(self.domain, medium) if is_pinnable(medium) else None
+                    )
+                found = self.pools[hosted]
+            if found is not None:
+                found.region(found.start)
+            return found
+        except RegisterError as error:
+            self.give_up(hosted, error)
+            return None
 
     def give_up(self, hosted: HostedPool, why: RegisterError) -> None:
         """Reach a pool through rings from now on."""
@@ -157,51 +160,19 @@ class HostLane:
     def __init__(self, link: Link, hosted: HostedPool, pair: QueuePair, device: _Device) -> None:
         self._link: Final = link
         self._hosted: Final = hosted
-        self._pair: Final = pair
+        self.pair: Final = pair
+        """Closing it ends all reads and writes; a failed transfer closes it too."""
         self._device: Final = device
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """The address of this end, which the client needs to connect its own."""
-        return self._pair.endpoint
-
-    @property
-    def closed(self) -> bool:
-        """True once a transfer has failed, which makes the lane useless."""
-        return self._pair.closed
-
     def transfer(self, moved: Sources, key: Column, *, is_pull: bool) -> TransferResult:
-        """Move bytes as ``one_sided.transfer`` does. Raise ``UnexpectedMessageError`` if the client
-        sends a message meanwhile, and ``EndedError`` if it leaves."""
-        with self._landing() as landing:
-            return transfer(self._pair, landing, moved, key, self._link, is_pull=is_pull)
-
-    def close(self) -> None:
-        """End all reads and writes."""
-        self._pair.close()
-
-    @contextlib.contextmanager
-    def _landing(self) -> Iterator[Landing]:
-        straight = self._straight()
-        if straight is not None:
-            try:
-                yield straight
-            except RegisterError as error:  # this transfer fails, and the next one takes a ring
-                self._device.give_up(self._hosted, error)
-                raise
-            return
-        with self._device.rings.borrow(self._link) as ring:
-            yield RingLanding(self._hosted.writer.medium, ring)
-
-    def _straight(self) -> DirectLanding | None:
-        """Return a landing that is the pool itself, or None if the pool cannot be registered."""
-        regions = self._device.regions(self._hosted)
-        if regions is None:
-            return None
+        """Move bytes as ``one_sided.transfer`` does. Raise ``ProtocolError`` if the client sends a
+        message meanwhile, and ``EndedError`` if it leaves."""
+        pinned = self._device.pool(self._hosted)
+        if pinned is None:
+            with self._device.rings.borrow(self._link, self._hosted.writer.medium) as ring:
+                return transfer(self.pair, ring, moved, key, self._link, is_pull=is_pull)
         try:
-            return DirectLanding(regions)
-        except MediumError:  # poisoned: it has no addresses any more, but can still be loaded
-            return None
-        except RegisterError as error:
+            return transfer(self.pair, pinned, moved, key, self._link, is_pull=is_pull)
+        except RegisterError as error:  # this transfer fails, and the next one takes a ring
             self._device.give_up(self._hosted, error)
-            return None
+            raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Final
@@ -20,10 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from portus.errors import MediumError
 from portus.reach.daemon.counters import BOUNDS_S, COUNTED, TIMED
 from portus.reach.daemon.pools import HostedPool, free_bytes, room_bytes
-from portus.reach.daemon.server import Server
+from portus.reach.daemon.server import Server, listening
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -33,38 +32,27 @@ _SILENCE_S: Final = 10
 
 Family = type[CounterMetricFamily | GaugeMetricFamily]
 
-Standing = tuple[str, Family, str, Callable[[HostedPool], float]]
-"""Name, kind and help of a number, and the function that returns it for a pool."""
+Numbers = Mapping[str, tuple[str, Callable[[HostedPool], float]]]
+"""The help of each number, and the function that returns it for a pool."""
 
-_STANDING: Final[Sequence[Standing]] = (
-    ("pool_bytes", GaugeMetricFamily, "size of the pool", lambda each: each.writer.medium.size),
-    ("free_bytes", GaugeMetricFamily, "free in the pool, without growth", free_bytes),
-    (
-        "room_bytes",
-        GaugeMetricFamily,
-        "free in the pool, and what it may still grow by",
-        room_bytes,
-    ),
-    (
-        "versions",
-        GaugeMetricFamily,
-        "versions in the pool",
-        lambda each: len(each.writer.catalogue().ids()),
-    ),
-    ("saves_in_flight", GaugeMetricFamily, "saves under way", lambda each: each.saves),
-    (
-        "commits",
-        CounterMetricFamily,
+_GAUGES: Final[Numbers] = {
+    "pool_bytes": ("size of the pool", lambda each: each.writer.medium.size),
+    "free_bytes": ("free in the pool, without growth", free_bytes),
+    "room_bytes": ("free in the pool, and what it may still grow by", room_bytes),
+    "versions": ("versions in the pool", lambda each: len(each.writer.catalogue().ids())),
+    "saves_in_flight": ("saves under way", lambda each: each.saves),
+}
+
+_TOTALS: Final[Numbers] = {
+    "commits": (
         "commits of the pool since it was made; several saves may share one",
         lambda each: each.writer.catalogue().root.sequence,
     ),
-    (
-        "persist_seconds",
-        CounterMetricFamily,
+    "persist_seconds": (
         "time that commits spent in persists",
         lambda each: each.writer.persist_s,
     ),
-)
+}
 
 
 class HostCollector(Collector):
@@ -102,8 +90,9 @@ class HostCollector(Collector):
             missing = {tenant: len(copier.missing()) for tenant, copier in copied.items()}
             text = "versions not in the mirror or replica"
             yield _by_label(GaugeMetricFamily, "mirror_missing", text, missing)
-        for name, kind, text, value in _STANDING:
-            yield _by_label(kind, name, text, {each.tenant: value(each) for each in hosted})
+        for kind, numbers in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _TOTALS)):
+            for name, (text, value) in numbers.items():
+                yield _by_label(kind, name, text, {each.tenant: value(each) for each in hosted})
         yield GaugeMetricFamily(
             "portus_connections_open", "connections there are", value=self._server.connections()
         )
@@ -144,10 +133,8 @@ def publish(server: Server, port: int, host: str) -> None:
     Raises ``MediumError`` if nothing can listen there.
     """
     pages = _Pages6 if ":" in host else _Pages
-    try:
+    with listening(f"{host}:{port}"):
         page = make_server(host, port, application(server), pages, _QuietHandler)
-    except OSError as error:
-        raise MediumError(error.errno, f"{host}:{port}: cannot listen: {error.strerror}") from error
     threading.Thread(target=page.serve_forever, name="portus-metrics", daemon=True).start()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Final
 
 from portus.errors import UsageError
 from portus.reach.protocol.address import TENANT, check_tenant
-from portus.reach.protocol.proof import equal, proof_of_client
+from portus.reach.protocol.proof import prove
 from portus.reach.transport.dial import check_secret
 
 SECRETS_MAX: Final = 2
@@ -73,9 +74,8 @@ class Secrets:
         if of is None:
             return b""
         known = [*of.get(tenant, ()), *self._nobodys][:SECRETS_MAX]
-        found = [
-            equal(proof, proof_of_client(each, tenant, nonce_client, nonce_host)) for each in known
-        ]
+        proofs = [prove("client", each, tenant, nonce_client, nonce_host) for each in known]
+        found = [hmac.compare_digest(proof, each) for each in proofs]
         return next((each for each, right in zip(known, found, strict=True) if right), None)
 
 

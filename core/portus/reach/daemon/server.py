@@ -16,6 +16,7 @@ import ssl
 import stat
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -84,18 +85,23 @@ def is_here(host: str) -> bool:
 
 def open_listener(address: Address, context: ssl.SSLContext | None) -> Listener:
     """Listen at an address. Raise ``MediumError`` if the system refuses."""
+    if address.scheme is Scheme.UNIX:
+        return Listener(address, listen_unix(address.path, str(address)))
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    place = (address.host, address.port)
+    with listening(str(address)):
+        plain = socket.create_server(place, family=family, backlog=_BACKLOG)
+    return Listener(address, plain, context)
+
+
+@contextlib.contextmanager
+def listening(where: str) -> Iterator[None]:
+    """Raise ``MediumError`` if the system refuses to listen inside. where: for the error."""
     try:
-        if address.scheme is Scheme.UNIX:
-            return Listener(address, listen_unix(address.path))
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        place = (address.host, address.port)
-        listening = socket.create_server(place, family=family, backlog=_BACKLOG)
-        return Listener(address, listening, context)
+        yield
     except OSError as error:
         why = error.strerror or str(error)  # Python has no errno for a path that is too long
-        raise MediumError(
-            error.errno or errno.EINVAL, f"{address}: cannot listen: {why}"
-        ) from error
+        raise MediumError(error.errno or errno.EINVAL, f"{where}: cannot listen: {why}") from error
 
 
 def tls_context(cert_path: str, key_path: str) -> ssl.SSLContext:
@@ -240,23 +246,25 @@ class Server:
         served.link.account.close()
 
 
-def listen_unix(path: str) -> socket.socket:
+def listen_unix(path: str, where: str) -> socket.socket:
     """Return a listening socket at ``path``, for its owner alone. A socket that a dead host left
-    there is replaced, and nothing else is."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    there is replaced, and nothing else is. Raise ``MediumError`` if the system refuses. where: for
+    the error."""
+    plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # From the bind on: with a chmod afterwards, others could connect for a moment.
     before = os.umask(0o177)
     try:
-        if _is_dead_socket(path):
-            os.unlink(path)
-        listening.bind(path)
-        listening.listen(_BACKLOG)
+        with listening(where):
+            if _is_dead_socket(path):
+                os.unlink(path)
+            plain.bind(path)
+            plain.listen(_BACKLOG)
     except BaseException:
-        listening.close()
+        plain.close()
         raise
     finally:
         os.umask(before)
-    return listening
+    return plain
 
 
 def _is_dead_socket(path: str) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
 
 from portus.errors import (
     PortusError,
@@ -15,26 +18,57 @@ from portus.errors import (
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.places import ConnectionSlot
 from portus.reach.daemon.pools import HostedPool
+from portus.reach.daemon.requests import pool, saves
 from portus.reach.daemon.requests.guest import Guest
-from portus.reach.daemon.requests.router import ANSWERS
 from portus.reach.daemon.shared_state import ConnectionStatus, House, refusal_of, turn_away
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import check_tenant
+from portus.reach.protocol.connection import SkippedMessage
 from portus.reach.protocol.messages import (
     MAGIC,
+    MESSAGES,
     NONCE_SIZE,
     VERSION,
     Fault,
     Message,
     ProtocolError,
-    Refused,
+    Said,
 )
-from portus.reach.protocol.proof import proof_of_host
+from portus.reach.protocol.proof import prove
 from portus.reach.protocol.vocabulary import MessageKind
-from portus.reach.transport.stream import Link, UnreadError
+from portus.reach.transport.stream import Link
 
 GREETING_S: Final = 10.0
 """Seconds that a stranger may take for each message of the greeting."""
+
+ANSWERS: Final[dict[type[Said], Callable[[Guest, Any], Said]]] = {
+    said.Begin: saves.begin,
+    said.Offer: saves.offer,
+    said.Share: saves.share,
+    said.Confirm: saves.confirm,
+    said.Abandon: saves.abandon,
+    said.Read: pool.read,
+    said.Check: pool.check_ranges,
+    said.Pin: pool.pin,
+    said.Unpin: pool.unpin,
+    said.Retire: pool.retire,
+    said.Status: pool.status,
+    said.Claim: saves.claim,
+    said.Connect: saves.connect,
+    said.Push: pool.push,
+    said.GiveBack: pool.give_back,
+    said.Note: pool.note,
+    said.Put: pool.put,
+    said.Get: pool.get,
+    said.List: pool.list_some,
+    said.Delete: pool.delete,
+    said.Settle: saves.settle,
+}
+
+for _kind in MESSAGES:
+    # When a host starts, not when the first client asks.
+    if _kind.is_request and _kind.type not in ANSWERS:
+        raise AssertionError(f"message {_kind.name}: it is a request, and nothing answers it")
 
 
 class ServedConnection:
@@ -44,100 +78,86 @@ class ServedConnection:
         self.link: Final = link
         self.place: Final = place
         self._house: Final = house
-        self._peer: Final = link.name
         self._start_s: Final = time.perf_counter()
         self._tenant: str | None = None
+        """The tenant that the client named. Once it is proved, its account has it too."""
         self._guest: Guest | None = None
 
     def status(self) -> ConnectionStatus:
         """Return the facts of this connection as they are now. Any thread may call this."""
-        seconds, guest = time.perf_counter() - self._start_s, self._guest
-        tenant = self._tenant or ""
+        guest, seconds = self._guest, time.perf_counter() - self._start_s
+        status = ConnectionStatus(
+            peer=self.link.name, tenant=self.link.account.tenant, seconds=seconds
+        )
         if guest is None:
-            return ConnectionStatus(peer=self._peer, tenant=tenant, seconds=seconds)
-        return ConnectionStatus(
-            peer=self._peer,
-            tenant=tenant,
-            seconds=seconds,
-            claims=list(guest.claims),
-            pins=len(guest.pins),
-            saving=guest.saving,
+            return status
+        return msgspec.structs.replace(
+            status, claims=list(guest.claims), pins=len(guest.pins), saving=guest.saving
         )
 
     def run(self) -> None:
         """Answer the client until the connection ends, and log the end. Leaves the link open."""
+        link = self.link
         try:
-            self.link.shake_hands(GREETING_S)
+            link.shake_hands(GREETING_S)
         except TransportError as error:
-            turn_away(self._house, self._peer, self.place.why or str(error))
+            turn_away(self._house, link.name, self.place.why or str(error))
             return
         try:
-            hosted = self._greet()
-            if hosted is not None:
-                self._serve(hosted)
-                self._log_end("the client said goodbye")
+            link.silence_s = GREETING_S
+            try:
+                hosted = self._greet()
+            except PortusError as error:
+                if link.closed:
+                    raise
+                known = bool(link.account.tenant)
+                turn_away(self._house, link.name, str(error), self._tenant, is_known=known)
+                link.send(refusal_of(error))
+                return
+            self._serve(hosted)
+            self._log_end("the client said goodbye")
         except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
             self._log_end(self.place.why or str(error))
 
     def _log_end(self, why: str) -> None:
-        told = tell if self._tenant is not None else self._house.strangers.tell
+        tenant = self.link.account.tenant or None
+        told = self._house.strangers.tell if tenant is None else tell
         told(
             logging.INFO,
             "disconnected",
-            f"{self._peer}: ended: {why}",
-            peer=self._peer,
-            tenant=self._tenant,
+            f"{self.link.name}: ended: {why}",
+            peer=self.link.name,
+            tenant=tenant,
             why=why,
             seconds=time.perf_counter() - self._start_s,
         )
 
-    # The greeting.
-
-    def _greet(self) -> HostedPool | None:
+    def _greet(self) -> HostedPool:
+        """Let the client in, and return its pool. Raise what it is refused with."""
         link, house = self.link, self._house
-        link.silence_s = GREETING_S
         hello = link.receive()
         assert isinstance(hello, said.Hello)
-        refusal = _why_not(hello)
-        if refusal:
-            self._turn_away(refusal)
-            return None
+        tenant = self._tenant = _check_hello(hello)
         # Fresh for each connection, so that a recorded proof proves nothing.
         nonce = os.urandom(NONCE_SIZE)
         link.send(said.Challenge(nonce, house.secrets.is_required))
         given = link.receive()
         assert isinstance(given, said.ClientProof)
-        secret = house.secrets.match_proof(hello.tenant, given.proof, hello.nonce, nonce)
+        secret = house.secrets.match_proof(tenant, given.proof, hello.nonce, nonce)
         if secret is None:
-            why = f"wrong secret for tenant {hello.tenant!r}, or no such tenant"
-            self._turn_away(why, hello.tenant)
-            return None
-        self._tenant = hello.tenant
-        link.account.tenant = hello.tenant
-        try:
-            # After the proof: strangers must not take the places of those who know a secret.
-            house.places.prove(self.place, hello.tenant)
-            hosted = house.pools.of(hello.tenant)
-        except PortusError as error:
-            text, why = f"{self._peer}: {error}", str(error)
-            who = {"peer": self._peer, "tenant": hello.tenant}
-            tell(logging.ERROR, "turned_away", text, **who, why=why)
-            link.send(refusal_of(error))
-            return None
-        proof = proof_of_host(secret, hello.tenant, hello.nonce, nonce) if secret else b""
-        info = hosted.writer.medium.info
-        uuid = hosted.writer.superblock.uuid
+            raise UsageError(f"wrong secret for tenant {tenant!r}, or no such tenant")
+        link.account.tenant = tenant
+        # After the proof: strangers must not take the places of those who know a secret.
+        house.places.prove(self.place, tenant)
+        hosted = house.pools.of(tenant)
+        proof = prove("host", secret, tenant, hello.nonce, nonce) if secret else b""
+        info, uuid = hosted.writer.medium.info, hosted.writer.superblock.uuid
         verbs = not house.fabric.why_not(link)
         link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
         house.counters.add("connections")
-        text = f"{self._peer}: tenant {hello.tenant}"
-        who = {"peer": self._peer, "tenant": hello.tenant}
-        tell(logging.INFO, "connected", text, **who, verbs=verbs)
+        text = f"{link.name}: tenant {tenant}"
+        tell(logging.INFO, "connected", text, peer=link.name, tenant=tenant, verbs=verbs)
         return hosted
-
-    def _turn_away(self, why: str, tenant: str | None = None) -> None:
-        turn_away(self._house, self._peer, why, tenant)
-        self.link.send(Refused(Fault.USAGE, 0, why))
 
     # Requests.
 
@@ -153,10 +173,9 @@ class ServedConnection:
                 # A client with a claim may stay idle: a training may save once a day. Keepalive
                 # notices a client that vanished.
                 is_claimed = guest.claims and guest.draft is None
-                try:
-                    event = link.receive(patience.claimed_s if is_claimed else patience.idle_s)
-                except UnreadError as unread:
-                    self._refuse(guest, unread.kind, unread.why)
+                event = link.receive(patience.claimed_s if is_claimed else patience.idle_s)
+                if isinstance(event, SkippedMessage):
+                    self._refuse(guest, event.kind, event.why)
                     continue
                 self.place.waits = False
                 if not isinstance(event, Message):
@@ -196,13 +215,12 @@ class ServedConnection:
         self.link.send(refusal)
 
 
-def _why_not(hello: said.Hello) -> str:
+def _check_hello(hello: said.Hello) -> str:
+    """Return the tenant of a client. Raise ``UsageError`` if it is not to be asked for a proof."""
     if hello.magic != MAGIC:
-        return f"this is a Portus storage host; {hello.magic!r} is not spoken here"
+        raise UsageError(f"this is a Portus storage host; {hello.magic!r} is not spoken here")
     if hello.version != VERSION:
-        return f"protocol version {hello.version}: this host speaks {VERSION}; upgrade the older"
-    try:
-        check_tenant(hello.tenant)
-    except UsageError as error:
-        return str(error)
-    return ""
+        raise UsageError(
+            f"protocol version {hello.version}: this host speaks {VERSION}; upgrade the older"
+        )
+    return check_tenant(hello.tenant)

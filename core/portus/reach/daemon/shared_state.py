@@ -11,7 +11,7 @@ import msgspec
 
 from portus.errors import PortusError
 from portus.reach.daemon.counters import Counters
-from portus.reach.daemon.events import RateLimitedLog
+from portus.reach.daemon.events import RateLimitedLog, tell
 from portus.reach.daemon.fabric import Fabric
 from portus.reach.daemon.places import Places
 from portus.reach.daemon.pools import HASHERS, Pools
@@ -53,11 +53,16 @@ class House:
     """Held while a pool is hashed for a client."""
 
 
-def turn_away(house: House, peer: str, why: str, tenant: str | None = None) -> None:
-    """Count and log a client that is not let in."""
+def turn_away(
+    house: House, peer: str, why: str, tenant: str | None = None, *, is_known: bool = False
+) -> None:
+    """Count and log a client that is not let in. is_known: it has proved the secret of
+    ``tenant``."""
     house.counters.add("refused")
-    text = f"{peer}: turned away: {why}"
-    house.strangers.tell(logging.WARNING, "turned_away", text, peer=peer, tenant=tenant, why=why)
+    level, told = logging.WARNING, house.strangers.tell
+    if is_known:
+        level, told = logging.ERROR, tell
+    told(level, "turned_away", f"{peer}: turned away: {why}", peer=peer, tenant=tenant, why=why)
 
 
 class ConnectionStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
 
-from portus.engine.copying.local import best_engine
+from portus.engine.copying.local import BATCH, best_engine
 from portus.engine.copying.segments import Crcs, Digests, Sources, Stop, cut, owners, ranges
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Flags, Previous, Snapshot
-from portus.engine.spec import VersionInfo
 from portus.errors import (
     CorruptionError,
     MediumError,
@@ -37,25 +37,25 @@ from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import (
     Said,
     digest_rows,
+    error_of,
+    expect,
     pack_column,
     pack_map,
     pack_pairs,
     sum_rows,
 )
 from portus.reach.protocol.vocabulary import Phase
-from portus.reach.transport.dial import Credentials, error_of, expect
+from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import ROOM_S, HostLocks, HostMedium, Links, patience_s
 from portus.reach.transport.regions import (
     HERE,
-    ClientLane,
-    Parts,
+    SMALL,
     Regions,
     RegisteredRegion,
     StagedError,
-    gather,
 )
 from portus.reach.transport.stream import Link, give
-from portus.reach.transport.verbs import RegisterError
+from portus.reach.transport.verbs import QueuePair, RegisterError
 from portus.reach.versions.parts import share
 
 _log: Final = logging.getLogger("portus")
@@ -95,7 +95,6 @@ class HostPool(PoolReader):
         self._known: tuple[bytes, Catalogue | None] = b"", None
         self.newest: tuple[bytes, int] = b"", 0
         """The identity of the pool, and its newest commit, as they were seen last."""
-        self._committed: tuple[bytes, bytes] = b"", b""
         try:
             pins = HostLocks(self.links)
             super().__init__(HostMedium(self.links, pins), pins)
@@ -124,16 +123,6 @@ class HostPool(PoolReader):
             self._known = uuid, found
             self.heed(before, uuid, found.root.sequence)
             return found
-
-    def note_commit(self, info: VersionInfo) -> None:
-        """Note that the host reported a commit."""
-        self.newest = self.links.welcome.uuid, info.commit
-        self._committed = self.links.welcome.uuid, info.token
-
-    def has_committed(self, token: bytes) -> bool:
-        """Return whether the host's present pool reported the commit of that version last: in
-        another pool the version's parts may be elsewhere."""
-        return self._committed == (self.links.welcome.uuid, token)
 
     def heed(self, before: tuple[bytes, int], uuid: bytes, commit: int) -> None:
         """Log an error if the host has another pool than ``before``, or an older history of it."""
@@ -218,8 +207,9 @@ class HostDraft:
     its own, of the same bytes on their way out. The confirmation carries these: the host compares
     too.
 
-    With verbs the host reads the storages itself, and the draft hashes them meanwhile. Bytes that
-    others may write in between go over the socket, which hashes each piece as it is sent. A save
+    With verbs the host reads the storages itself, and the draft hashes them meanwhile. Small ones,
+    and bytes that others may write in between, go over the socket, which hashes each piece as it is
+    sent. A save
     that ends before its commit first revokes the host's access: it closes the queue pair, and then
     tells the host.
     """
@@ -229,11 +219,16 @@ class HostDraft:
         self._lengths: Final = snapshot.length
         self._late: Final = snapshot.late
         self._snapshot: Snapshot | None = snapshot
-        self._stored: Final[list[tuple[Column, Digests]]] = []
+        self._counts: Final = unit_counts(snapshot.length)
+        self._first: Final = np.cumsum(self._counts) - self._counts
+        self._digests: Final[Digests] = np.zeros((int(self._counts.sum()), DIGEST_SIZE), np.uint8)
+        self._crcs: Final[Crcs] = np.zeros(len(self._digests), np.uint32)
+        self._stored: Final[Flags] = np.zeros(len(snapshot.length), np.bool_)
         self._guard: Final = threading.Lock()
         self._link: Link | None = None
         self._reached: _HostAccess | None = None
         self._bounced = 0
+        self._has_committed = False
         self._over = False
 
     @property
@@ -253,42 +248,21 @@ class HostDraft:
         self, indices: Column, address: Column, stop: Stop, crcs: Crcs | None = None
     ) -> Digests:
         """See ``Draft``. crcs: a row for each unit, filled with the CRC32 of the stored bytes."""
-        moved = Sources.in_memory(address, self._lengths[indices])
-
-        def send(link: Link) -> Digests:
-            segments, digests = cut(moved)
-            give(link, segments, digests, stop)
-            return digests
-
-        reached = self._reach_all(indices, stop)
-        parts = None
-        if reached is not None:
-            parts = Parts.of(moved, reached.gathered[indices], reached.address[indices])
-        return self._offer(indices, send, stop, crcs, parts)
+        for some, is_direct in self._ways(indices, stop):
+            moved = Sources.in_memory(address[some], self._lengths[indices[some]])
+            work = partial(_move, moved, stop)
+            self._offer(indices[some], work, stop, (), is_direct=is_direct)
+        return self._digests_of(indices, crcs)
 
     def copy_fed(
         self, indices: Column, feeds: Sequence[Feed], stop: Stop, crcs: Crcs | None = None
     ) -> Digests:
         """Copy storages that have no addresses, likewise."""
-
-        def send(link: Link) -> Digests:
-            found = []
-            for feed in feeds:
-                with feed.units() as units:
-                    for address, length in units:
-                        segments, digests = cut(
-                            Sources.in_memory(np.array([address]), np.array([length]))
-                        )
-                        give(link, segments, digests, stop)
-                        found.append(digests)
-            return np.concatenate(found)
-
-        reached = self._reach_all(indices, stop)
-        parts = None
-        if reached is not None:
-            gathered, place = reached.gathered[indices], reached.address[indices]
-            parts = _DeviceParts(feeds, self._lengths[indices], gathered, place)
-        return self._offer(indices, send, stop, crcs, parts)
+        for some, is_direct in self._ways(indices, stop):
+            own = [feeds[number] for number in some.tolist()]
+            work = partial(_move_fed, own, stop)
+            self._offer(indices[some], work, stop, own, is_direct=is_direct)
+        return self._digests_of(indices, crcs)
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         link = self._ready(stop)
@@ -296,10 +270,10 @@ class HostDraft:
         token = before.info.token
         message = said.Share(token, pack_column(indices))
         with link.under(stop):
-            answer = expect(self._pool.links.ask_for_work(link, message), said.Shared)
-        if answer.same:
-            self._stored.append((indices, share(before, indices).digests))
-        return answer.same
+            answer = expect(self._pool.links.ask_for_work(link, message), said.Done)
+        if answer.granted:
+            self._note(indices, share(before, indices).digests)
+        return answer.granted
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """Do nothing: the host has them."""
@@ -307,7 +281,7 @@ class HostDraft:
     def commit(self, labels: Labels) -> VersionRecord:
         link = self._ready(Stop())
         confirm = said.Confirm(
-            digests=self._digests().tobytes(),
+            digests=self._digests.tobytes(),
             contents=labels.contents,
             keep=pack_map(asdict(labels.keep) if labels.keep else {}),
             inexact=labels.inexact,
@@ -329,7 +303,8 @@ class HostDraft:
         self._refuse_other(record, labels, confirm)
         if self._pool.durable > 1 and uuid == asked:
             self._tell_replica(link, labels)
-        self._pool.note_commit(record.info)
+        self._pool.newest = self._pool.links.welcome.uuid, record.info.commit
+        self._has_committed = True
         self.release()
         self._pool.tell()
         return record
@@ -351,15 +326,18 @@ class HostDraft:
             reached, self._reached, self._snapshot = self._reached, None, None
         if link is None:
             return
-        if link.connection.state is Phase.SAVING and not link.closed:
+        if not self._has_committed and not link.closed:
             if reached is not None:
                 # The queue pair first: only closing it ends the access of the host's card
                 # (decision 0023).
                 reached.lane.close()
-            if not self._pool.links.hangs:  # else the next save would wait for the answer, too
+            if link.connection.state is not Phase.READY or self._pool.links.hangs:
+                # The end of the connection abandons, too; the next save would wait for an answer.
+                link.close()
+            else:
                 with contextlib.suppress(PortusError):
                     link.ask(said.Abandon(), _ABANDON_S)
-        self._pool.links.give_back(link)  # in other states it is closed: that abandons, too
+        self._pool.links.give_back(link)
         if reached is not None:
             reached.regions.give_back(reached.taken)
 
@@ -398,116 +376,102 @@ class HostDraft:
         self._link, self._reached, self._snapshot = link, reached, None
         return link
 
-    def _reach_all(self, indices: Column, stop: Stop) -> _HostAccess | None:
-        """Return the host's access to these storages; None if it cannot reach all that have
-        bytes."""
+    def _units(self, indices: Column) -> Column:
+        return ranges(self._first[indices], self._counts[indices])
+
+    def _digests_of(self, indices: Column, crcs: Crcs | None) -> Digests:
+        """Return the digests of stored storages, and fill ``crcs`` with their CRC32s."""
+        if crcs is not None:
+            crcs[:] = self._crcs[self._units(indices)]
+        return self._digests[self._units(indices)]
+
+    def _note(self, indices: Column, digests: Digests) -> None:
+        self._digests[self._units(indices)] = digests
+        self._stored[indices] = True
+
+    def _ways(self, indices: Column, stop: Stop) -> Iterator[tuple[Column, bool]]:
+        """Yield the positions of storages that are not stored yet, first those that the host can
+        read directly, and whether it can."""
         self._ready(stop)
-        reached = self._reached
-        if reached is None or ((reached.key[indices] == 0) & (self._lengths[indices] > 0)).any():
-            return None
-        return reached
+        direct = np.zeros(len(indices), np.bool_)
+        if self._reached is not None:
+            direct = self._reached.key[indices] != 0
+        for is_direct in (True, False):
+            some = np.flatnonzero((direct == is_direct) & ~self._stored[indices])
+            if len(some):
+                yield some, is_direct
 
     def _offer(
         self,
         indices: Column,
-        send: Callable[[Link], Digests],
+        work: Callable[[Link | None], Digests],
         stop: Stop,
-        crcs: Crcs | None,
-        parts: Parts | _DeviceParts | None,
-    ) -> Digests:
-        """Have the host pull storages: by ``send``, or (``parts``) by its own reads."""
+        feeds: Sequence[Feed],
+        *,
+        is_direct: bool,
+    ) -> None:
+        """Have the host pull storages. work: sends their bytes, or without a link only hashes them;
+        returns their digests. feeds: of those on devices. is_direct: the host can read them."""
         link = self._ready(stop)
-        size = int(self._lengths[indices].sum())
+        reached = self._reached if is_direct else None
+        lengths = self._lengths[indices]
+        size = int(lengths.sum())
+        digests = cut(Sources.in_memory(np.zeros(len(indices), np.int64), lengths))[1]
         try:
             with link.under(stop):
-                digests, answer = self._pull(link, indices, send, stop, parts)
-                wrong = None if isinstance(answer, said.Full) else self._wrong(answer, digests)
-                if wrong is not None and isinstance(parts, _DeviceParts):
-                    self._distrust(parts, wrong)
-                elif isinstance(answer, said.Hashed) and parts is not None:
-                    self._avoid(indices, digests, digest_rows(answer.digests, "pulled"))
-                if wrong is not None:
-                    raise wrong
+                if reached is None:
+                    answer = link.ask(said.Offer(pack_column(indices)))
+                else:
+                    for feed in feeds:
+                        feed.await_device()
+                    link.send(said.Offer(pack_column(indices)))
+                    # Hashed here while the card of the host reads the same bytes.
+                    digests = work(None)
+                    answer = link.hear(patience_s(size))
+                if isinstance(answer, said.Pull):
+                    digests = work(link)
+                    answer = link.hear()
+                if not (isinstance(answer, said.Refused) and answer.fault is said.Fault.FULL):
+                    self._check(answer, indices, digests, feeds, reached)
         except BaseException:
-            if parts is not None:
-                self._revoke(link)
+            if reached is not None:
+                # End all access of the host, and keep no registered memory for later saves.
+                self._pool.links.revoke(link)
+                reached.regions.forget()
             raise
-        answer = expect(answer, said.Hashed)  # full: it may be offered again
-        if crcs is not None:
-            crcs[:] = sum_rows(answer.crcs, len(crcs))
-        small = 0 if parts is None else parts.gathered_bytes
-        self._bounced += min(size, answer.bounced + small)
-        self._stored.append((indices, digests))
-        return digests
+        hashed = expect(answer, said.Hashed)  # full: it may be offered again
+        self._bounced += min(size, hashed.bounced)
+        self._crcs[self._units(indices)] = sum_rows(hashed.crcs, len(digests))
+        self._note(indices, digests)
 
-    def _pull(
+    def _check(
         self,
-        link: Link,
+        answer: Said,
         indices: Column,
-        send: Callable[[Link], Digests],
-        stop: Stop,
-        parts: Parts | _DeviceParts | None,
-    ) -> tuple[Digests, Said]:
-        """Return the digests of the bytes here, and the last answer."""
-        offer = said.Offer(pack_column(indices))
-        lengths = self._lengths[indices]
-        if parts is None:
-            answer = link.ask(offer)
+        digests: Digests,
+        feeds: Sequence[Feed],
+        reached: _HostAccess | None,
+    ) -> None:
+        """Raise the error of an unexpected answer. Have the next save avoid a path to a device that
+        delivers wrong bytes, or none, and send other storages over the socket if no fence guards
+        them, and they changed between the pull and the hash."""
+        if isinstance(answer, said.Hashed):
+            arrived = digest_rows(answer.digests, "pulled")
+            if np.array_equal(arrived, digests):
+                return
+            wrong: PortusError = TransportError(
+                f"{self.name}: the bytes that arrived are not those that were sent; this transfer "
+                "is discarded"
+            )
+            if reached is not None and not feeds and arrived.shape == digests.shape:
+                changed = owners(self._lengths[indices])[np.any(digests != arrived, axis=1)]
+                storages = indices[np.unique(changed)]
+                reached.regions.avoid(reached.address[storages[~self._late[storages]]].tolist())
         else:
-            parts.gather(stop)
-            link.send(offer)
-            # Hashed here while the card of the host reads the same bytes.
-            parts.hash_big(stop)
-            answer = link.hear(patience_s(int(lengths.sum())))
-        if isinstance(answer, said.Pull):
-            digests = send(link)
-            answer = link.hear()
-        elif parts is not None:
-            digests = parts.digests
-        else:
-            digests = cut(Sources.in_memory(np.zeros(len(indices), np.int64), lengths))[1]
-        return digests, answer
-
-    def _wrong(self, answer: Said, digests: Digests) -> PortusError | None:
-        """Return the error of an unexpected answer; None for a good one."""
-        if not isinstance(answer, said.Hashed):
-            return error_of(answer)
-        if np.array_equal(digest_rows(answer.digests, "pulled"), digests):
-            return None
-        return TransportError(
-            f"{self.name}: the bytes that arrived are not those that were sent; this transfer "
-            "is discarded"
-        )
-
-    def _distrust(self, parts: _DeviceParts, wrong: PortusError) -> None:
-        """Have the next save avoid a path that delivers wrong bytes, or none."""
-        if self._reached is not None and isinstance(wrong, TransportError | UsageError):
-            self._reached.regions.distrust(parts.devices, str(wrong))
-
-    def _avoid(self, indices: Column, sent: Digests, arrived: Digests) -> None:
-        """Send storages over the socket from the next save on, if no fence guards them and they
-        changed between the pull and the hash."""
-        reached = self._reached
-        if reached is not None and sent.shape == arrived.shape:
-            changed = np.any(sent != arrived, axis=1)
-            storages = indices[np.unique(owners(self._lengths[indices])[changed])]
-            reached.regions.avoid(reached.address[storages[~self._late[storages]]].tolist())
-
-    def _revoke(self, link: Link) -> None:
-        """End all access of the host, and keep no registered memory for later saves."""
-        self._pool.links.revoke(link)
-        reached = self._reached
-        if reached is not None:
-            reached.regions.forget()
-
-    def _digests(self) -> Digests:
-        """Return the digests of the units of all storages, in order."""
-        counts = unit_counts(self._lengths)
-        first = np.cumsum(counts) - counts
-        units = np.zeros((int(counts.sum()), 16), np.uint8)
-        for indices, digests in self._stored:
-            units[ranges(first[indices], counts[indices])] = digests
-        return units
+            wrong = error_of(answer)
+        if reached is not None and feeds and isinstance(wrong, TransportError | UsageError):
+            reached.regions.distrust({feed.there.device for feed in feeds}, str(wrong))
+        raise wrong
 
     def _refuse_other(self, record: VersionRecord, labels: Labels, confirm: said.Confirm) -> None:
         """Remove the version that the host committed, and raise ``CorruptionError``, if it differs
@@ -560,97 +524,67 @@ class HostDraft:
 
 @dataclass(frozen=True, slots=True)
 class _HostAccess:
-    """The host's access to the storages of a save: a row for each. ``gathered``: its address is in
-    the memory of the lane."""
+    """The host's access to the storages of a save: a row for each, its key 0 if there is none."""
 
-    lane: ClientLane
+    lane: QueuePair
     regions: Regions
     taken: Sequence[RegisteredRegion]
-    gathered: Flags
     address: Column
     key: Column
 
 
 def _reach(links: Links, link: Link, snapshot: Snapshot) -> _HostAccess | None:
-    """Register the storages of a save; None: they go over the socket. Raises ``TransportError``."""
+    """Register the storages of a save, but small ones, staged ones, and those that others may write
+    meanwhile; None: all go over the socket. Raises ``TransportError``."""
     lane, regions = links.lane(link), links.verbs
     if lane is None or regions is None or not len(snapshot.owners):
         return None
-    while True:
-        try:
-            return _register(snapshot, lane, regions)
-        except StagedError:
-            continue  # without that device
-        except RegisterError as error:
-            links.do_without(error)
-            return None
-
-
-def _register(snapshot: Snapshot, lane: ClientLane, regions: Regions) -> _HostAccess:
-    """Register all storages but staged ones, and those that others may write meanwhile. Raises
-    ``RegisterError``."""
     owners, place = list(snapshot.owners), snapshot.address.copy()
     lasting, device = snapshot.late.copy(), np.full(len(owners), HERE)
     for index, feed in snapshot.feeds.items():
         there = feed.there
         lasting[index] &= there.owner is owners[index]  # else it is a copy, for this save
         owners[index], place[index], device[index] = there.owner, there.address, there.device
-    found = (place > 0) & ~np.isin(device, regions.staged_devices())
+    able = (snapshot.length >= SMALL) & (place > 0)
     # These changed between pull and hash before; the socket hashes the sent bytes.
-    found &= ~np.isin(place, regions.unsteady())
+    able &= ~np.isin(place, regions.unsteady())
     # Another process may write these between the pull and the hash.
-    found[snapshot.exposed] = False
-    small, offsets, size = gather(snapshot.length, found, snapshot.late)
-    big = np.flatnonzero(found & ~small)
-    address, key = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
-    if size:
-        room = lane.room(size)
-        address[small], key[small] = room.start + offsets[small], room.remote_key
-    taken = regions.take(
-        [owners[index] for index in big.tolist()],
-        place[big],
-        snapshot.length[big],
-        lasting[big],
-        device[big],
-    )
-    address[big] = [known.region.start for known in taken]
-    key[big] = [known.region.remote_key for known in taken]
-    return _HostAccess(lane, regions, taken, small, address, key)
+    able[snapshot.exposed] = False
+    while True:  # ends: each turn stages another device
+        some = np.flatnonzero(able & ~np.isin(device, regions.staged_devices()))
+        chosen = [owners[index] for index in some.tolist()]
+        try:
+            taken = regions.take(
+                chosen, place[some], snapshot.length[some], lasting[some], device[some]
+            )
+            break
+        except StagedError:
+            continue
+        except RegisterError as error:
+            links.do_without(error)
+            return None
+    address, key = np.zeros(len(able), np.int64), np.zeros(len(able), np.int64)
+    address[some] = [known.region.start for known in taken]
+    key[some] = [known.region.remote_key for known in taken]
+    return _HostAccess(lane, regions, taken, address, key)
 
 
-class _DeviceParts:
-    """Parts of storages on devices, like ``Parts``. Fetches them, to gather the small ones, and to
-    hash the large ones, which the host reads itself."""
+def _move(moved: Sources, stop: Stop, link: Link | None) -> Digests:
+    """Send sources over ``link``, or only hash them if it is None, and return their digests."""
+    if link is not None:
+        return give(link, moved, stop)
+    segments, digests = cut(moved)
+    for batch in segments.batches(BATCH):
+        best_engine().move(batch, None, digests, stop)
+    return digests
 
-    def __init__(
-        self, feeds: Sequence[Feed], lengths: Column, is_small: Flags, place: Column
-    ) -> None:
-        self.devices: Final = {feed.there.device for feed in feeds}
-        self.gathered_bytes: Final = int(lengths[is_small].sum())
-        self.digests: Final[Digests] = np.zeros(
-            (int(unit_counts(lengths).sum()), DIGEST_SIZE), np.uint8
-        )
-        self._first: Final = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
-        self._feeds: Final = feeds
-        self._is_small: Final = is_small
-        self._place: Final = place
 
-    def gather(self, stop: Stop) -> None:
-        """Copy the small storages to their places, and note their digests. At the return the host
-        can read all of them."""
-        for feed in self._feeds:
-            feed.await_device()
-        for number in np.flatnonzero(self._is_small).tolist():
-            self._fetch(number, self._place[number : number + 1], stop)
-
-    def hash_big(self, stop: Stop) -> None:
-        """Note the digests of the large storages."""
-        for number in np.flatnonzero(~self._is_small).tolist():
-            self._fetch(number, None, stop)
-
-    def _fetch(self, number: int, place: Column | None, stop: Stop) -> None:
-        with self._feeds[number].units() as units:
-            for row, (address, length) in enumerate(units, int(self._first[number])):
-                segments, digests = cut(Sources.in_memory(np.array([address]), np.array([length])))
-                best_engine().move(segments, place, digests, stop)
-                self.digests[row : row + 1] = digests
+def _move_fed(feeds: Sequence[Feed], stop: Stop, link: Link | None) -> Digests:
+    """Send or hash what is on devices, a unit at a time; see ``_move``."""
+    found = []
+    for feed in feeds:
+        with feed.units() as units:
+            for address, length in units:
+                moved = Sources.in_memory(np.array([address]), np.array([length]))
+                found.append(_move(moved, stop, link))
+    return np.concatenate(found)

@@ -22,8 +22,8 @@ from portus.reach.mirror.store import (
 )
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
-from portus.reach.protocol.messages import ProtocolError, Said, column
-from portus.reach.transport.dial import Credentials, error_of
+from portus.reach.protocol.messages import Expected, ProtocolError, Said, column, expect
+from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
 from portus.reach.transport.stream import Link
 
@@ -71,9 +71,7 @@ class HostStore:
         check_prefix(prefix, self._address)
         below, last = self._prefix + prefix, self._prefix + after if after else ""
         while True:  # ends: each answer begins after the last name, and there is an end of them
-            answer = self._ask(said.List(below, last))
-            if not isinstance(answer, said.Listed):
-                raise error_of(answer)
+            answer = self._ask(said.List(below, last), said.Listed)
             if not answer.names:
                 return
             sizes, modified = column(answer.sizes, "sizes"), column(answer.modified, "modified")
@@ -88,7 +86,7 @@ class HostStore:
     def delete(self, names: Sequence[str]) -> None:
         for start in range(0, len(names), said.LISTED_MAX):
             some = names[start : start + said.LISTED_MAX]
-            self._ask(said.Delete([self._full_name(name) for name in some]))
+            self._ask(said.Delete([self._full_name(name) for name in some]), said.Done)
 
     def close(self) -> None:
         with self._guard:
@@ -107,30 +105,21 @@ class HostStore:
                 f"{self._address}: {name} has {len(data)} bytes; an object on a storage host has "
                 f"{said.OBJECT_SIZE_MAX} at most: mirror a state of so many tensors to a bucket"
             )
-        answer = self._ask(said.Put(self._full_name(name), fresh, data))
-        if not isinstance(answer, said.Placed):
-            raise error_of(answer)
-        return answer.made
+        return self._ask(said.Put(self._full_name(name), fresh, data), said.Done).granted
 
     def _get(self, name: str, start: int, length: int) -> bytes:
         try:
-            answer = self._ask(said.Get(self._full_name(name), start, length))
+            return self._ask(said.Get(self._full_name(name), start, length), said.Object).data
         except StaleError as error:
             raise MissingError(f"{self._address}: there is no {name}") from error
-        if not isinstance(answer, said.Object):
-            raise error_of(answer)
-        return answer.data
 
     def _full_name(self, name: str) -> str:
         return self._prefix + check_name(name, self._address)
 
-    def _ask(self, message: Said) -> Said:
+    def _ask(self, message: Said, kind: type[Expected]) -> Expected:
         links = self._connect()
         with links.lend() as link, self._using(link):
-            answer = link.ask(message, self._answer_s)
-        if isinstance(answer, said.Refused):
-            raise error_of(answer)
-        return answer
+            return expect(link.ask(message, self._answer_s), kind)
 
     @contextlib.contextmanager
     def _using(self, link: Link) -> Iterator[None]:

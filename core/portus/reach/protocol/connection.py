@@ -11,16 +11,12 @@ instead of 0.125, and the version was committed, loaded and verified. So every m
 After a ``ProtocolError`` the connection is unusable, and every call says so.
 
 The order of messages. A connection carries one conversation. The client asks and the host answers,
-one request at a time; a request of several messages (a save, a read) has states of its own. Both
-ends walk the same table, and each knows the other's state, except for messages on their way. Two of
-these may cross. A client may abandon a save while the host reports its progress, so the host's
-messages are ignored in ABANDONING. And if the host refuses just then, the abandonment finds it in
-READY, where it is answered too. A message that the table does not have is an error of its sender.
+one request at a time, so each end always knows the state of the other. Payload belongs to a
+request: a read is answered by BYTES, and an offer on a stream by PULL, after which the client sends
+DATA. A message that is not allowed in a state is an error of its sender.
 
-A save goes SAVING -> OFFERED -> SAVING for each offer, and -> CONFIRMING -> READY. A host that
-accesses the regions directly answers an offer with HASHED; on a stream it first sends PULL, and the
-client's DATA follows. Only CONFIRM makes a version: a connection that ends before it, however it
-ends, leaves nothing.
+A save is several requests, and the host knows which one is under way. Only CONFIRM makes a version:
+a connection that ends before it, however it ends, leaves nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +27,7 @@ from typing import Final
 
 import xxhash
 
+from portus.errors import PortusError
 from portus.reach.protocol.messages import (
     DIGEST_SIZE,
     MESSAGES,
@@ -40,9 +37,6 @@ from portus.reach.protocol.messages import (
     encode,
 )
 from portus.reach.protocol.vocabulary import MessageKind, Phase
-
-NEXT: Final[dict[tuple[Phase, MessageKind], Phase]] = MESSAGES.order()
-"""The state after each state and message. A missing entry is an error."""
 
 HEADER: Final = struct.Struct("<IB3s")
 _START: Final = struct.Struct("<IB")
@@ -60,12 +54,14 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class SkippedMessage:
-    """An event: a message was received and discarded (``Connection.forget``)."""
+    """An event: a message was received and discarded, for the reason ``why``
+    (``Connection.forget``)."""
 
     kind: MessageKind
+    why: PortusError
 
 
-Event = Said | Payload
+Event = Said | Payload | SkippedMessage
 
 
 class Connection:
@@ -79,7 +75,8 @@ class Connection:
         self._length = 0
         self.payload_left = 0
         """Bytes of payload that are still to be received."""
-        self._forgotten: int | None = None
+        self._forgotten = 0
+        self._why: PortusError | None = None
         self._owed = 0
         self._owes_digest = False
         self._broken = ""
@@ -106,7 +103,7 @@ class Connection:
 
     @property
     def _fed_bytes(self) -> int:
-        return len(self._buffer) + (self._forgotten or 0)
+        return len(self._buffer) + self._forgotten
 
     def send(self, message: Said) -> bytes:
         """Return the bytes of ``message``. One that the table does not allow is our mistake."""
@@ -134,19 +131,22 @@ class Connection:
         self._went.update(data)
         return b"" if self._owed else self._went.digest()
 
-    def forget(self) -> None:
-        """Discard the message that is being fed, since there is no memory for it. A
+    def forget(self, why: PortusError) -> None:
+        """Discard the message that is being fed, unchecked, since there is no memory for it. A
         ``SkippedMessage`` ends it, which is answered as the message would have been."""
         assert self.body_left, "only in the middle of a body"
-        self._forgotten = self._forgotten or 0
+        self._why, self._forgotten, self._buffer = why, len(self._buffer), bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Event | SkippedMessage | None:
+    def feed(self, data: bytes | memoryview) -> Event | None:
         """Take at most ``wanted_bytes`` bytes; return the event that they complete. Raise
         ``ProtocolError`` if they are wrong."""
         if self._broken:
             raise ProtocolError(self._broken)
         assert len(data) <= self.wanted_bytes
-        self._buffer += data
+        if self._why is None:
+            self._buffer += data
+        else:
+            self._forgotten += len(data)
         try:
             return self._complete()
         except ProtocolError as error:
@@ -161,7 +161,7 @@ class Connection:
         if self._kind is not None:
             self._came.update(data)
 
-    def _complete(self) -> Event | SkippedMessage | None:
+    def _complete(self) -> Event | None:
         if self._kind is None:
             if len(self._buffer) < HEADER.size:
                 return None
@@ -172,12 +172,13 @@ class Connection:
                 self._kind = kind if kind.has_digest else None
                 self._step(kind)
                 return Payload(kind, length)
-        if self._forgotten is not None:
-            self._drop()
         if self._fed_bytes < self._length:
             return None
         kind, body, self._kind, self._buffer = self._kind, self._buffer, None, bytearray()
-        forgotten, self._forgotten = self._forgotten, None
+        why, self._why, self._forgotten = self._why, None, 0
+        if why is not None:
+            self._step(kind)
+            return SkippedMessage(kind, why)
         digest = body[-DIGEST_SIZE:]
         del body[-DIGEST_SIZE:]
         self._came.update(body)
@@ -185,22 +186,9 @@ class Connection:
             raise ProtocolError(f"{kind.name}: its digest does not match: bytes changed on the way")
         if kind.is_payload:
             return None
-        if forgotten is not None:
-            self._step(kind)
-            return SkippedMessage(kind)
         message = decode(kind, body)
         self._step(kind)
         return message
-
-    def _drop(self) -> None:
-        """Hash the bytes of a body fed so far, and discard them, except the digest at its end."""
-        assert self._forgotten is not None
-        if len(self._buffer) > DIGEST_SIZE:
-            rest = self._buffer[-DIGEST_SIZE:]
-            del self._buffer[-DIGEST_SIZE:]
-            self._came.update(self._buffer)
-            self._forgotten += len(self._buffer)
-            self._buffer = rest
 
     def _open(self) -> tuple[MessageKind, int]:
         """Check a whole header before a byte of the body is taken: its message must be allowed
@@ -218,7 +206,7 @@ class Connection:
             raise ProtocolError(f"a frame of unknown kind {number}")
         if kind.from_client == self._is_client:
             raise ProtocolError(f"{kind.name}: only this side sends it")
-        if (self.state, kind) not in NEXT:
+        if self.state not in kind.moves:
             raise ProtocolError(f"{kind.name} in state {self.state.value!r}")
         if not 1 <= length <= kind.body_size_max:
             raise ProtocolError(
@@ -236,12 +224,12 @@ class Connection:
         return header
 
     def _step(self, kind: MessageKind) -> None:
-        self.state = NEXT[self.state, kind]
+        self.state = kind.moves[self.state]
 
     def _step_local(self, kind: MessageKind) -> None:
         assert not self._owed, f"{kind.name}: {self._owed} bytes of payload are owed first"
         assert kind.from_client == self._is_client, f"{kind.name}: only the other side sends it"
-        assert (self.state, kind) in NEXT, f"{kind.name} in state {self.state.value!r}"
+        assert self.state in kind.moves, f"{kind.name} in state {self.state.value!r}"
         self._step(kind)
 
 

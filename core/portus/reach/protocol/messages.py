@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from portus.errors import (
     StaleError,
     TransportError,
     UsageError,
+    printable,
 )
 from portus.reach.protocol.vocabulary import MessageKind, Phase, Vocabulary
 
@@ -87,6 +88,7 @@ class Fault(enum.Enum):
     STALE = "stale"
     CORRUPTION = "corruption"
     TRANSPORT = "transport"
+    FULL = "full"
 
     @classmethod
     def of(cls, error: PortusError) -> Fault:
@@ -107,6 +109,7 @@ _ERRORS: Final[dict[Fault, type[PortusError]]] = {
     Fault.STALE: StaleError,
     Fault.CORRUPTION: CorruptionError,
     Fault.TRANSPORT: TransportError,
+    Fault.FULL: MediumError,  # ``of`` finds MEDIUM first
 }
 
 Column = npt.NDArray[np.int64]
@@ -122,7 +125,7 @@ Ids = Annotated[bytes, Meta(max_length=8 * IDS_MAX)]
 Handles = Annotated[bytes, Meta(max_length=HANDLE_SIZE * STORAGES_MAX)]
 
 
-@MESSAGES.client(1, "HELLO", {Phase.NEW: Phase.GREETED})
+@MESSAGES.message(1, "HELLO", {Phase.NEW: Phase.GREETED})
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """The first message of a client. Its frame, that of a refusal, and these fields stay the same
     in every version; others may follow them."""
@@ -140,7 +143,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     kind: ClassVar[MessageKind]
 
 
-@MESSAGES.host(64, "CHALLENGE", {Phase.GREETED: Phase.CHALLENGED})
+@MESSAGES.message(64, "CHALLENGE", {Phase.GREETED: Phase.CHALLENGED})
 class Challenge(Message, frozen=True):
     """The host's challenge. ``secret``: the host wants a proof."""
 
@@ -148,14 +151,14 @@ class Challenge(Message, frozen=True):
     secret: bool
 
 
-@MESSAGES.client(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING})
+@MESSAGES.message(2, "PROOF", {Phase.CHALLENGED: Phase.PROVING})
 class ClientProof(Message, frozen=True):
     """The client's proof; empty if no secret is shared."""
 
     proof: Proof
 
 
-@MESSAGES.host(65, "WELCOME", {Phase.PROVING: Phase.READY})
+@MESSAGES.message(65, "WELCOME", {Phase.PROVING: Phase.READY})
 class Welcome(Message, frozen=True):
     """The host's own proof, and the pool of the tenant: its identity, name and granularity.
     ``verbs``: the host can access memory of this client directly, once connected (``Connect``)."""
@@ -181,17 +184,17 @@ class _QueuePair(Message, frozen=True):
     reads: Annotated[int, Meta(ge=0, le=255)]
 
 
-@MESSAGES.client(20, "CONNECT", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(20, "CONNECT")
 class Connect(_QueuePair, frozen=True):
     """The client's queue pair for this connection, in place of an earlier one."""
 
 
-@MESSAGES.host(78, "CONNECTED", {Phase.ASKED: Phase.READY})
+@MESSAGES.message(78, "CONNECTED")
 class Connected(_QueuePair, frozen=True):
     """The host's queue pair, which is ready."""
 
 
-@MESSAGES.client(19, "CLAIM", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(19, "CLAIM")
 class Claim(Message, frozen=True):
     """A request to be the only client that saves ``model``, as long as one of its connections
     lives. ``client``: the same 16 bytes on all of them."""
@@ -200,7 +203,7 @@ class Claim(Message, frozen=True):
     client: Token
 
 
-@MESSAGES.client(5, "BEGIN", {Phase.READY: Phase.BEGINNING})
+@MESSAGES.message(5, "BEGIN")
 class Begin(Message, frozen=True):
     """A save of storages of these lengths. ``handles``: for a transport that accesses them
     directly, one of each, valid as long as the save lives; empty on a stream."""
@@ -212,28 +215,19 @@ class Begin(Message, frozen=True):
     handles: Handles = b""
 
 
-@MESSAGES.client(6, "OFFER", {Phase.SAVING: Phase.OFFERED})
+@MESSAGES.message(6, "OFFER")
 class Offer(Message, frozen=True):
-    """A report that these storages may be pulled now."""
+    """A request to pull these storages. It may be made again if it is refused as ``Fault.FULL``."""
 
     indices: Indices
 
 
-@MESSAGES.host(68, "PULL", {Phase.OFFERED: Phase.PULLING, Phase.ABANDONING: Phase.ABANDONING})
+@MESSAGES.message(68, "PULL", {Phase.ASKED: Phase.PULLING})
 class Pull(Message, frozen=True):
     """The host's request, on a stream, for the offered storages, end to end."""
 
 
-@MESSAGES.host(
-    69,
-    "HASHED",
-    {
-        Phase.ASKED: Phase.READY,
-        Phase.OFFERED: Phase.SAVING,
-        Phase.PULLING: Phase.SAVING,
-        Phase.ABANDONING: Phase.ABANDONING,
-    },
-)
+@MESSAGES.message(69, "HASHED", {Phase.ASKED: Phase.READY, Phase.PULLING: Phase.READY})
 class Hashed(Message, frozen=True):
     """A report that all of an offer is stored, or all is pushed, or checked, with the digests of
     its units, as the host found them. ``bounced``: bytes that went through a buffer of the host,
@@ -245,31 +239,16 @@ class Hashed(Message, frozen=True):
     crcs: Sums = b""
 
 
-@MESSAGES.host(84, "FULL", {Phase.OFFERED: Phase.SAVING, Phase.ABANDONING: Phase.ABANDONING})
-class Full(Message, frozen=True):
-    """A report that there is no room for the offer. The save continues, and may offer it again."""
-
-    errno: Number
-    text: Text
-
-
-@MESSAGES.client(8, "SHARE", {Phase.SAVING: Phase.SHARING})
+@MESSAGES.message(8, "SHARE")
 class Share(Message, frozen=True):
-    """A report that, by their digests, these storages equal those of the version ``before``, a
-    token."""
+    """A request to reuse these storages of the version ``before``, a token, which by their digests
+    are the same."""
 
     before: Token
     indices: Indices
 
 
-@MESSAGES.host(70, "SHARED", {Phase.SHARING: Phase.SAVING})
-class Shared(Message, frozen=True):
-    """The answer to ``Share``. ``same``: the host still has the bytes, and reuses them."""
-
-    same: bool
-
-
-@MESSAGES.client(9, "CONFIRM", {Phase.SAVING: Phase.CONFIRMING})
+@MESSAGES.message(9, "CONFIRM")
 class Confirm(Message, frozen=True):
     """The request to commit: all storages are pulled or shared, and ``digests`` are those that the
     client computed itself.
@@ -286,35 +265,26 @@ class Confirm(Message, frozen=True):
     metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
 
 
-@MESSAGES.host(71, "COMMITTED", {Phase.CONFIRMING: Phase.READY})
+@MESSAGES.message(71, "COMMITTED")
 class Committed(Message, frozen=True):
     """A report that the version is durable. ``record``: the payload of its record."""
 
     record: Annotated[bytes, Meta(max_length=2 << 30)]
 
 
-@MESSAGES.client(
-    10,
-    "ABANDON",
-    {
-        Phase.SAVING: Phase.ABANDONING,
-        Phase.OFFERED: Phase.ABANDONING,
-        Phase.PULLING: Phase.ABANDONING,
-        Phase.READY: Phase.ABANDONING,
-    },
-)
+@MESSAGES.message(10, "ABANDON")
 class Abandon(Message, frozen=True):
-    """The end of a save without a version."""
+    """The end of the save under way, if there is one, without a version."""
 
 
-@MESSAGES.client(11, "READ", {Phase.READY: Phase.READING})
+@MESSAGES.message(11, "READ")
 class Read(Message, frozen=True):
     """A request for bytes of the pool, as pairs of offset and length."""
 
     ranges: Ranges
 
 
-@MESSAGES.client(12, "CHECK", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(12, "CHECK")
 class Check(Message, frozen=True):
     """A request for the digests of storages of ``lengths`` that lie in ``ranges``, end to end."""
 
@@ -322,7 +292,7 @@ class Check(Message, frozen=True):
     ranges: Ranges
 
 
-@MESSAGES.client(21, "PUSH", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(21, "PUSH")
 class Push(Message, frozen=True):
     """A request to write storages of these lengths, end to end in the ranges, into the client's
     memory, with one handle for each."""
@@ -332,45 +302,45 @@ class Push(Message, frozen=True):
     handles: Handles
 
 
-@MESSAGES.client(13, "PIN", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(13, "PIN")
 class Pin(Message, frozen=True):
     """A request to keep the space of a version from reuse, as long as this connection lives."""
 
     version: Number
 
 
-@MESSAGES.client(14, "UNPIN", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(14, "UNPIN")
 class Unpin(Message, frozen=True):
     """A request to take one pin back."""
 
     version: Number
 
 
-@MESSAGES.client(16, "RETIRE", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(16, "RETIRE")
 class Retire(Message, frozen=True):
     """A request to retire versions, by their tokens, 16 bytes each."""
 
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
 
 
-@MESSAGES.client(17, "STATUS", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(17, "STATUS")
 class Status(Message, frozen=True):
     """A request for the state of the pool."""
 
 
-@MESSAGES.client(24, "GIVE_BACK", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(24, "GIVE_BACK")
 class GiveBack(Message, frozen=True):
     """A request to return unreached space of the pool to the file system."""
 
 
-@MESSAGES.client(25, "NOTE", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(25, "NOTE")
 class Note(Message, frozen=True):
     """A request to record which save failed last, when and why, in words."""
 
     text: Text
 
 
-@MESSAGES.client(31, "SETTLE", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(31, "SETTLE")
 class Settle(Message, frozen=True):
     """A request to answer once the replica has the version of this token too; zeros: once the host
     leads the model."""
@@ -383,25 +353,17 @@ _ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)
 _Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
 
 
-@MESSAGES.client(27, "PUT", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(27, "PUT")
 class Put(Message, frozen=True):
-    """A request to make ``data`` an object, which is either complete or absent. ``fresh``: only if
-    there is none of that name."""
+    """A request to make ``data`` an object, which is either complete or absent, and durable as far
+    as the host can promise. ``fresh``: only if there is none of that name."""
 
     name: _ObjectName
     fresh: bool
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(81, "PLACED", {Phase.ASKED: Phase.READY})
-class Placed(Message, frozen=True):
-    """The answer to ``Put``. ``made``: the object is there, and durable as far as the host can
-    promise; else there was one."""
-
-    made: bool
-
-
-@MESSAGES.client(28, "GET", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(28, "GET")
 class Get(Message, frozen=True):
     """A request for ``length`` bytes of an object from byte ``start`` on; for all of it, if
     ``length`` is 0."""
@@ -411,14 +373,14 @@ class Get(Message, frozen=True):
     length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.host(82, "OBJECT", {Phase.ASKED: Phase.READY})
+@MESSAGES.message(82, "OBJECT")
 class Object(Message, frozen=True):
     """The bytes of an object."""
 
     data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
 
 
-@MESSAGES.client(29, "LIST", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(29, "LIST")
 class List(Message, frozen=True):
     """A request for objects whose names begin with ``prefix`` and come after ``after``."""
 
@@ -426,7 +388,7 @@ class List(Message, frozen=True):
     after: _Prefix
 
 
-@MESSAGES.host(83, "LISTED", {Phase.ASKED: Phase.READY})
+@MESSAGES.message(83, "LISTED")
 class Listed(Message, frozen=True):
     """The next objects, in the order of their names: their bytes, and the Unix times in
     microseconds when they were made, by the host's clock. Empty if there are no more."""
@@ -436,14 +398,14 @@ class Listed(Message, frozen=True):
     modified: Ids
 
 
-@MESSAGES.client(30, "DELETE", {Phase.READY: Phase.ASKED})
+@MESSAGES.message(30, "DELETE")
 class Delete(Message, frozen=True):
     """A request to remove objects; missing ones are no error."""
 
     names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
 
 
-@MESSAGES.host(76, "STATE", {Phase.ASKED: Phase.READY})
+@MESSAGES.message(76, "STATE")
 class Standing(Message, frozen=True):
     """The state of the pool: its bytes, the free ones, and how many saves are under way. ``holes``:
     more bytes that are free, but were returned to the file system. ``taken``: bytes that the pool
@@ -456,50 +418,40 @@ class Standing(Message, frozen=True):
     taken: Number
 
 
-@MESSAGES.host(
-    66,
-    "DONE",
-    {
-        Phase.ASKED: Phase.READY,
-        Phase.READING: Phase.READY,
-        Phase.BEGINNING: Phase.SAVING,
-        Phase.ABANDONING: Phase.READY,
-    },
-)
+@MESSAGES.message(66, "DONE")
 class Done(Message, frozen=True):
-    """A report that the request is done: a save has begun, or nothing of it is kept."""
+    """A report that the request is done. ``granted``: False if a ``Share`` cannot reuse the bytes,
+    or a fresh ``Put`` found an object of that name."""
+
+    granted: bool = True
 
 
-@MESSAGES.host(
+@MESSAGES.message(
     77,
     "REFUSED",
     {
         Phase.GREETED: Phase.CLOSED,
         Phase.PROVING: Phase.CLOSED,
-        **dict.fromkeys(
-            (
-                *(Phase.ASKED, Phase.READING, Phase.BEGINNING, Phase.OFFERED),
-                *(Phase.PULLING, Phase.SHARING, Phase.CONFIRMING),
-            ),
-            Phase.READY,
-        ),
-        Phase.ABANDONING: Phase.ABANDONING,
+        Phase.ASKED: Phase.READY,
+        Phase.PULLING: Phase.READY,
     },
 )
 class Refused(Message, frozen=True):
-    """A refusal of the request, and with it of the save that it was part of."""
+    """A refusal of the request. It ends the save under way, unless it is one of an offer for which
+    there is no room (``Fault.FULL``)."""
 
     fault: Fault
     errno: Number
     text: Text
 
 
-@MESSAGES.client(18, "BYE", {Phase.READY: Phase.CLOSED})
+@MESSAGES.message(18, "BYE", {Phase.READY: Phase.CLOSED})
 class Bye(Message, frozen=True):
     """The end of the conversation: the client has no more requests."""
 
 
 Said = Hello | Message
+Expected = TypeVar("Expected", bound=Message)
 
 DATA: Final = MESSAGES.payload(
     7, "DATA", {Phase.PULLING: Phase.PULLING}, PAYLOAD_SIZE_MAX, has_digest=False
@@ -507,7 +459,7 @@ DATA: Final = MESSAGES.payload(
 """The bytes of an offer, which the client sends on a stream. Both ends compare the digests of their
 units before they count: a digest of the frame would hash each byte twice."""
 BYTES: Final = MESSAGES.payload(
-    74, "BYTES", {Phase.READING: Phase.READING}, PAYLOAD_SIZE_MAX, has_digest=True
+    74, "BYTES", {Phase.ASKED: Phase.ASKED}, PAYLOAD_SIZE_MAX, has_digest=True
 )
 """The bytes of a read."""
 
@@ -519,6 +471,26 @@ _map_decoders: Final[dict[str, msgspec.msgpack.Decoder[dict[str, Any]]]] = {
 _decoders: Final = {
     kind: msgspec.msgpack.Decoder(kind.type) for kind in MESSAGES if kind.type is not None
 }
+
+
+def expect(answer: Said, kind: type[Expected], at: str = "") -> Expected:
+    """Return ``answer`` if it is of that kind. Raise the error of ``error_of`` for any other."""
+    if not isinstance(answer, kind):
+        raise error_of(answer, at)
+    return answer
+
+
+def error_of(answer: Said, at: str = "") -> PortusError:
+    """Return the error that a refusal stands for; for any other message, that it was not expected.
+    at: the beginning of the error's text.
+
+    Any process that listens there may refuse a greeting, without any proof. So its text is made
+    ``printable``.
+    """
+    if not isinstance(answer, Refused):
+        return ProtocolError(f"{answer.kind.name} was not expected")
+    text = f"{at}the storage host says: {printable(answer.text)}"
+    return answer.fault.error(answer.errno, text)
 
 
 def encode(message: Said) -> bytes:

@@ -31,22 +31,15 @@ class Phase(enum.Enum):
     PROVING = "proving"
     READY = "ready"
     ASKED = "asked"
-    READING = "reading"
-    BEGINNING = "beginning"
-    SAVING = "saving"
-    OFFERED = "offered"
     PULLING = "pulling"
-    SHARING = "sharing"
-    CONFIRMING = "confirming"
-    ABANDONING = "abandoning"
     CLOSED = "closed"
 
 
 Moves = Mapping[Phase, Phase]
 """The states in which a message may be sent, and the state that follows each."""
 
-_WAITING: Final = frozenset({Phase.READY, Phase.SAVING})
-"""The states in which the host waits for a request."""
+ASK: Final = {Phase.READY: Phase.ASKED}
+ANSWER: Final = {Phase.ASKED: Phase.READY}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +67,8 @@ class MessageKind:
 
     @property
     def is_request(self) -> bool:
-        """True if a host must answer it: a client sends it while the host waits for a request, and
-        the conversation continues."""
-        before = _WAITING & self.moves.keys()
-        return self.from_client and any(self.moves[each] is not Phase.CLOSED for each in before)
+        """True if a host must answer it."""
+        return self.from_client and self.moves.get(Phase.READY) is Phase.ASKED
 
 
 class _HasKind(Protocol):
@@ -100,43 +91,25 @@ class Vocabulary:
         """Return the message kind with a number, or None."""
         return self._kinds.get(number)
 
-    def client(
-        self, number: int, name: str, moves: Moves
+    def message(
+        self, number: int, name: str, moves: Moves | None = None
     ) -> Callable[[type[Declared]], type[Declared]]:
-        """Declare the decorated class as a message that clients send."""
-        if not 0 < number < _HOSTS:
-            raise AssertionError(f"message {name}: {number} is a number of the host's messages")
-        return self._declaration(number, name, moves)
+        """Declare the decorated class as a message. number: below 64 if clients send it. moves:
+        by default those of a request, or of the answer to one."""
 
-    def host(
-        self, number: int, name: str, moves: Moves
-    ) -> Callable[[type[Declared]], type[Declared]]:
-        """Declare the decorated class as a message that hosts send."""
-        if not _HOSTS <= number < 256:
-            raise AssertionError(f"message {name}: {number} is no number of a host's message")
-        return self._declaration(number, name, moves)
+        def declare(body: type[Declared]) -> type[Declared]:
+            size_max = _OVERHEAD + _size_max(inspect.type_info(body), name)
+            usual = ASK if number < _HOSTS else ANSWER
+            body.kind = self._add(MessageKind(number, name, moves or usual, size_max, body))
+            return body
+
+        return declare
 
     def payload(
         self, number: int, name: str, moves: Moves, body_size_max: int, *, has_digest: bool
     ) -> MessageKind:
         """Declare frames of plain bytes."""
         return self._add(MessageKind(number, name, moves, body_size_max, None, has_digest))
-
-    def order(self) -> dict[tuple[Phase, MessageKind], Phase]:
-        """Return the state that follows each state and message, sorted by the state before."""
-        moves = {(before, kind): after for kind in self for before, after in kind.moves.items()}
-        states = list(Phase)
-        return dict(sorted(moves.items(), key=lambda move: states.index(move[0][0])))
-
-    def _declaration(
-        self, number: int, name: str, moves: Moves
-    ) -> Callable[[type[Declared]], type[Declared]]:
-        def declare(body: type[Declared]) -> type[Declared]:
-            size_max = _OVERHEAD + _size_max(inspect.type_info(body), name)
-            body.kind = self._add(MessageKind(number, name, moves, size_max, body))
-            return body
-
-        return declare
 
     def _add(self, kind: MessageKind) -> MessageKind:
         for other in self._kinds.values():

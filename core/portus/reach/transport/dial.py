@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import socket
 import ssl
 import stat
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
-from portus.errors import PortusError, TransportError, UsageError, printable
+from portus.errors import TransportError, UsageError
 from portus.reach.protocol.address import Address, Scheme
 from portus.reach.protocol.messages import (
     MAGIC,
@@ -18,24 +19,12 @@ from portus.reach.protocol.messages import (
     VERSION,
     Challenge,
     ClientProof,
-    Fault,
-    Full,
     Hello,
-    Message,
-    ProtocolError,
-    Refused,
-    Said,
     Welcome,
+    expect,
 )
-from portus.reach.protocol.proof import (
-    SECRET_SIZE_MIN,
-    equal,
-    proof_of_client,
-    proof_of_host,
-)
+from portus.reach.protocol.proof import SECRET_SIZE_MIN, prove
 from portus.reach.transport.stream import Link
-
-Expected = TypeVar("Expected", bound=Message)
 
 SECRET_VARIABLE: Final = "PORTUS_SECRET_FILE"
 AUTHORITY_VARIABLE: Final = "PORTUS_TLS_CA"
@@ -120,28 +109,6 @@ def dial(address: Address, credentials: Credentials, silence_s: float) -> tuple[
         return link, welcome
 
 
-def expect(answer: Said, kind: type[Expected], at: str = "") -> Expected:
-    """Return ``answer`` if it is of that kind. Raise the error of ``error_of`` for any other."""
-    if not isinstance(answer, kind):
-        raise error_of(answer, at)
-    return answer
-
-
-def error_of(answer: Said, at: str = "") -> PortusError:
-    """Return the error that a refusal stands for; for any other message, that it was not expected.
-    at: the beginning of the error's text.
-
-    Any process that listens there may refuse a greeting, without any proof. So its text is made
-    ``printable``.
-    """
-    if isinstance(answer, Full):
-        answer = Refused(Fault.MEDIUM, answer.errno, answer.text)
-    if not isinstance(answer, Refused):
-        return ProtocolError(f"{answer.kind.name} was not expected")
-    text = f"{at}the storage host says: {printable(answer.text)}"
-    return answer.fault.error(answer.errno, text)
-
-
 def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
     nonce = os.urandom(NONCE_SIZE)
     # A host whose replica refuses it passes the text on to its trainers, who must see which host it
@@ -161,15 +128,12 @@ def _greet(link: Link, address: Address, credentials: Credentials) -> Welcome:
         raise UsageError(
             f"{address} needs a secret: put it into a file and set {SECRET_VARIABLE} to its path"
         )
-    proof = b""
-    if secret is not None:
-        proof = proof_of_client(secret, address.tenant, nonce, answer.nonce)
+    said = address.tenant, nonce, answer.nonce
+    proof = b"" if secret is None else prove("client", secret, *said)
     welcome = expect(link.ask(ClientProof(proof), OPENING_S), Welcome, at)
-    if secret is not None:
-        # The host proves itself, too: any process could listen at this port.
-        expected = proof_of_host(secret, address.tenant, nonce, answer.nonce)
-        if not equal(welcome.proof, expected):
-            raise UsageError(f"{address} does not know the secret: this is not the storage host")
+    # The host proves itself, too: any process could listen at this port.
+    if secret is not None and not hmac.compare_digest(welcome.proof, prove("host", secret, *said)):
+        raise UsageError(f"{address} does not know the secret: this is not the storage host")
     return welcome
 
 

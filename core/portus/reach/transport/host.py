@@ -3,8 +3,8 @@
 ``Links`` are the connections of one client to one host. A broken connection is replaced when one is
 needed. While the host does not answer, calls fail at once between two attempts, so a host that is
 down never delays training. A host that hangs is asked in the background: after one wait in vain no
-other call waits until it answers. A connection that moves tensors gets a ``ClientLane``, where
-verbs are available.
+other call waits until it answers. A connection that moves tensors gets a queue pair, where verbs
+are available.
 
 With a replica, the client asks the first host. It asks the second if the first does not answer, or
 says that the model has moved there. A client that has claimed a model at the second host stays with
@@ -29,7 +29,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from portus.engine.copying.segments import Digests, Sources, Stop, cut
+from portus.engine.copying.local import BATCH, best_engine
+from portus.engine.copying.segments import Digests, Segments, Sources, Stop, cut, owners
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.errors import (
     BusyError,
@@ -41,19 +42,24 @@ from portus.errors import (
 )
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Transport
-from portus.reach.protocol.messages import Said, Welcome, digest_rows, pack_column, pack_pairs
+from portus.reach.protocol.messages import (
+    Expected,
+    Said,
+    Welcome,
+    digest_rows,
+    expect,
+    pack_column,
+    pack_pairs,
+)
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.dial import (
     TRANSPORT_VARIABLE,
     Credentials,
-    Expected,
     dial,
-    error_of,
-    expect,
 )
-from portus.reach.transport.regions import ClientLane, Parts, Regions, gather
-from portus.reach.transport.stream import Link, SilentError, UnexpectedMessageError, take
-from portus.reach.transport.verbs import Domain, Endpoint, Region, port_for
+from portus.reach.transport.regions import SMALL, Regions
+from portus.reach.transport.stream import Link, SilentError, take
+from portus.reach.transport.verbs import Domain, Endpoint, QueuePair, Region, port_for
 
 _log: Final = logging.getLogger("portus")
 
@@ -116,9 +122,7 @@ class Links:
         wish = os.environ.get(TRANSPORT_VARIABLE, "")
         self._wish: Final = Transport.of(wish, TRANSPORT_VARIABLE)
         self._settled = self._wish is Transport.TCP
-        self._lanes: Final[weakref.WeakKeyDictionary[Link, ClientLane]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._lanes: Final[weakref.WeakKeyDictionary[Link, QueuePair]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._claim_s: Final = claim_s
         self._credentials = credentials
@@ -170,9 +174,10 @@ class Links:
                 return
         self.revoke(link)
 
-    def lane(self, link: Link) -> ClientLane | None:
-        """Return the lane by which the host reaches registered memory, as long as the connection
-        lives; None if bytes go over the socket. Raises ``UsageError`` if only verbs are wanted."""
+    def lane(self, link: Link) -> QueuePair | None:
+        """Return the queue pair by which the host reaches registered memory, as long as the
+        connection lives; None if bytes go over the socket. Raises ``UsageError`` if only verbs are
+        wanted."""
         if self._settled:
             return None
         lane = self._lanes.get(link)
@@ -272,7 +277,7 @@ class Links:
             with contextlib.suppress(TransportError):
                 verbs.domain.close()
 
-    def _connect_lane(self, link: Link) -> ClientLane:
+    def _connect_lane(self, link: Link) -> QueuePair:
         if not self.welcome.verbs:
             raise TransportError("the storage host offers no verbs on this connection")
         with self._guard:
@@ -286,7 +291,7 @@ class Links:
         except BaseException:
             pair.close()
             raise
-        return ClientLane(domain, pair)
+        return pair
 
     def _dial(self) -> Link:
         if self._over.is_set():
@@ -452,14 +457,12 @@ class HostMedium(ReadOnlyMedium):
         return self._links.ask(said.Status(), said.Standing).size
 
     def load(self, offset: int, target: memoryview) -> None:
-        if target.nbytes:
-            self._read([offset], [target.nbytes], target.cast("B"))
-
-    def _read(self, offsets: list[int], lengths: list[int], target: memoryview) -> None:
+        if not target.nbytes:
+            return
         with self._links.lend() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            with _reading(link, offsets, lengths):
-                link.fill(target, None)
+            with _reading(link, [offset], [target.nbytes]):
+                link.fill(target.cast("B"))
             link.silence_s = usual_s
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
@@ -470,19 +473,58 @@ class HostMedium(ReadOnlyMedium):
             return digests
         with self._links.lend() as link, link.under(stop):
             lane = self._links.lane(link)
+            by_verbs = np.zeros(len(segments), np.bool_)
             if lane is not None:
+                by_verbs = (targets.length >= SMALL)[owners(targets.length)[segments.row]]
+            if lane is not None and by_verbs.any():
                 try:
-                    digests = _push(link, lane, targets, stop)
+                    self._push(link, lane, targets, segments.part(by_verbs), digests, stop)
                 finally:
                     if link.connection.state is not Phase.READY:
                         self._links.revoke(link)
-                self._pins.check()
-                return digests
-            with _reading(link, segments.offset, segments.length):
-                take(link, segments, digests, stop)
+            rest = segments.part(~by_verbs)
+            if len(rest):
+                with _reading(link, rest.offset, rest.length):
+                    take(link, rest, digests, stop)
         # The pin may have been lost meanwhile, and the bytes may be another version's (V4).
         self._pins.check()
         return digests
+
+    def _push(
+        self,
+        link: Link,
+        lane: QueuePair,
+        targets: Sources,
+        segments: Segments,
+        digests: Digests,
+        stop: Stop,
+    ) -> None:
+        """Have the host write the targets that are not small, cut into ``segments``. Note the
+        digests of what arrived, after comparing them with those of what was sent."""
+        big = targets.length >= SMALL
+        address, length = targets.address[big], targets.length[big]
+        regions: list[Region] = []
+        try:
+            for start, size in zip(address.tolist(), length.tolist(), strict=True):
+                regions.append(lane.domain.register(start, size, remote=True, writable=True))
+            handles = pack_pairs(address, [region.remote_key for region in regions])
+            ranges = pack_pairs(segments.offset, segments.length)
+            message = said.Push(pack_column(length), ranges, handles)
+            answer = expect(link.ask(message, patience_s(segments.size)), said.Hashed)
+        except BaseException:
+            lane.close()
+            raise
+        finally:
+            for region in regions:
+                with contextlib.suppress(TransportError):
+                    region.close()
+        for batch in segments.batches(BATCH):
+            best_engine().move(batch, None, digests, stop)
+        sent = digest_rows(answer.digests, "pushed")
+        if not np.array_equal(sent, digests[np.unique(segments.row)]):
+            raise TransportError(
+                f"{link.name}: the bytes that arrived are not those that were sent; load again"
+            )
 
     def check(self, sources: Sources, stop: Stop) -> Digests:
         """Return the digests that the host computes; only digests travel."""
@@ -512,7 +554,6 @@ class HostLocks:
         self._guard: Final = threading.RLock()
         self._link: Link | None = None
         self._held: Counter[int] = Counter()
-        self._lost = False
 
     def acquire_writer(self, timeout_s: float) -> None:
         """Do nothing: the host is the writer."""
@@ -526,9 +567,6 @@ class HostLocks:
 
     def pin(self, version: int) -> None:
         with self._guard:
-            if not self._held:
-                # No reader is left under the lost pins.
-                self._lost = False
             self._say(said.Pin(version))
             self._held[version] += 1
 
@@ -537,8 +575,10 @@ class HostLocks:
             self._held[version] -= 1
             if self._held[version] <= 0:
                 del self._held[version]
-            with contextlib.suppress(TransportError):  # a broken connection holds nothing
-                self._say(said.Unpin(version))
+            # A broken connection holds nothing.
+            if self._link is not None and not self._link.closed:
+                with contextlib.suppress(TransportError):
+                    self._say(said.Unpin(version))
             if not self._held and self._link is not None:
                 link, self._link = self._link, None
                 self._links.give_back(link)
@@ -556,11 +596,12 @@ class HostLocks:
         """Raise ``TransportError`` if pins were lost: the bytes may belong to other versions by
         now."""
         with self._guard:
-            if self._held and (self._lost or self._link is None or not self._link.is_alive()):
-                self._lost = True
+            if self._held and (self._link is None or not self._link.is_alive()):
+                if self._link is not None:
+                    self._link.close()  # it does not come back
                 raise TransportError(
-                    f"{self._links.address}: the connection broke while a version was read; "
-                    f"load again"
+                    f"{self._links.address}: the connection broke while a version was read; load "
+                    "again"
                 )
 
     def close(self) -> None:
@@ -572,8 +613,7 @@ class HostLocks:
 
     def _say(self, message: Said) -> None:
         if self._link is None or self._link.closed:
-            if self._held:
-                self._lost = True
+            if self._held:  # until no reader is left under the lost pins
                 raise TransportError(f"{self._links.address}: the connection broke; load again")
             self._link = self._links.borrow()
         try:
@@ -599,52 +639,9 @@ def patience_s(size: int) -> float:
     return SILENCE_S + size / _BYTES_S_MIN
 
 
-def _push(link: Link, lane: ClientLane, targets: Sources, stop: Stop) -> Digests:
-    """Have the host write into ``targets``. Return the digests of what it sent, after comparing
-    them with what arrived."""
-    here = targets.length > 0
-    is_small, offsets, size = gather(targets.length, here, here)
-    address, key = targets.address.copy(), np.zeros(len(here), np.int64)
-    regions: list[Region] = []
-    try:
-        for index in np.flatnonzero(here & ~is_small).tolist():
-            regions.append(lane.register(int(address[index]), int(targets.length[index])))
-            key[index] = regions[-1].remote_key
-        if size:
-            room = lane.room(size)
-            address[is_small] = room.start + offsets[is_small]
-            key[is_small] = room.remote_key
-        ranges = pack_pairs(targets.extent_offset, targets.extent_length)
-        message = said.Push(
-            pack_column(targets.length), ranges, pack_pairs(np.where(here, address, 0), key)
-        )
-        answer = expect(link.ask(message, patience_s(targets.size)), said.Hashed)
-    except BaseException:
-        lane.close()
-        raise
-    finally:
-        for region in regions:
-            with contextlib.suppress(TransportError):
-                region.close()
-    parts = Parts.of(targets, is_small, address)
-    parts.scatter(stop)
-    parts.hash_big(stop)
-    if not np.array_equal(digest_rows(answer.digests, "pushed"), parts.digests):
-        raise TransportError(
-            f"{link.name}: the bytes that arrived are not those that were sent; load again"
-        )
-    return parts.digests
-
-
 @contextlib.contextmanager
 def _reading(link: Link, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> Iterator[None]:
     """Request bytes of the pool, which the block receives. Raise a refusal as an error."""
     link.send(said.Read(pack_pairs(offsets, lengths)))
-    try:
-        yield
-    except UnexpectedMessageError as interruption:
-        raise error_of(interruption.message) from interruption
-    event = link.receive()
-    if not isinstance(event, said.Done):
-        link.close()
-        raise TransportError(f"{link.name}: expected the end of a read, found {event}")
+    yield
+    expect(link.hear(), said.Done)

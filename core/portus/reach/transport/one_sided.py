@@ -1,8 +1,7 @@
 """A pool pulls from and pushes to the memory of a client, one-sided, by verbs.
 
 Theory. A transfer is cut into segments (``base``), and these into batches of whole units, 16 MiB at
-most. Each batch takes as few requests as possible: neighbours with the same gap on both sides
-become one. A few batches are under way at once. When all requests of the oldest have completed, the
+most. A few batches are under way at once. When all requests of the oldest have completed, the
 processor of this machine hashes it while the others continue.
 
 The bytes go straight to the pool where it can be registered: a DAX device, or memory. The pages of
@@ -24,7 +23,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, TypeGuard
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.reach.transport.stream import Link, store
-from portus.reach.transport.verbs import DEPTH, Domain, Region
+from portus.reach.transport.verbs import DEPTH, Domain, QueuePair, Region
 
 PIECE: Final = 4 << 20
 """Bytes of one request, at most."""
@@ -57,28 +56,8 @@ RINGS_MAX: Final = 8
 BLOCK: Final = 64 << 20
 """Bytes of a pool that are registered together, on the first use of one of them."""
 
-ALIGNMENT: Final = 64
-"""Small storages begin at multiples of this in pools, and in the memory that clients gather them
-in."""
-
 _PAUSE_MIN_S: Final = 20e-6
 _PAUSE_MAX_S: Final = 1e-3
-
-
-class Pair(Protocol):
-    """The operations of a ``QueuePair`` that a transfer uses."""
-
-    def read(self, target: int, local_key: int, source: int, remote_key: int, length: int) -> None:
-        """Post a request that fetches to here."""
-
-    def write(self, target: int, remote_key: int, source: int, local_key: int, length: int) -> None:
-        """Post a request that writes to there."""
-
-    def poll(self) -> int:
-        """Return the number of further requests that completed, in order. Raises ``WorkError``."""
-
-    def close(self) -> None:
-        """Return when no byte is read or written on the pair's behalf any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,27 +72,8 @@ class TransferResult:
     wire_s: float
 
 
-class Landing(Protocol):
-    """The places of one transfer's batches in this process while they are under way."""
-
-    def place(self, batch: Segments) -> Column:
-        """Return an address for each segment, valid until ``AHEAD`` batches later."""
-
-    def region(self, address: int) -> Region:
-        """Return the region that has an address."""
-
-    def is_bounced(self) -> bool:
-        """Return True if the place is not the pool itself."""
-
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
-        """Store a batch that was pulled to its place, and note its digests and CRC32s."""
-
-    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
-        """Put the bytes of a batch at its place before it is pushed, and note their digests."""
-
-
 def transfer(
-    pair: Pair, landing: Landing, moved: Sources, key: Column, link: Link, *, is_pull: bool
+    pair: QueuePair, landing: Landing, moved: Sources, key: Column, link: Link, *, is_pull: bool
 ) -> TransferResult:
     """Fill the extents of ``moved`` from the client's memory, or (not ``is_pull``) write their
     bytes to there. The digests are of what arrived, or was sent.
@@ -124,7 +84,7 @@ def transfer(
     """
     segments, digests = cut(moved)
     crcs = np.zeros(len(digests), np.uint32)
-    keys = key[owners(moved.length)[segments.row]]
+    key_of_unit = key[owners(moved.length)]
     window = _Window(pair, landing, link, is_pull=is_pull)
     under_way: deque[tuple[Segments, Column, int]] = deque()
 
@@ -132,59 +92,34 @@ def transfer(
         batch, place, mark = under_way.popleft()
         window.wait_for(mark)
         if is_pull:
-            landing.note_arrival(batch, place, digests, crcs)
+            landing.note(batch, place, digests, crcs)
 
     try:
-        done = 0
-        for batch in segments.batches(UNIT, gap=ALIGNMENT):
+        for batch in segments.batches(UNIT):
             # A ring has that many slots: the oldest batch is copied out before its slot is reused.
             while len(under_way) >= AHEAD:
                 finish()
             place = landing.place(batch)
             if not is_pull:
-                landing.fill(batch, place, digests)
-            for run in _runs(place, batch, keys[done : done + len(batch)]):
-                window.post(*run)
+                landing.note(batch, place, digests, None)
+            columns = (place, batch.address, key_of_unit[batch.row], batch.length)
+            for each in zip(*(column.tolist() for column in columns), strict=True):
+                window.post(*each)
             under_way.append((batch, place, window.posted))
-            done += len(batch)
         while under_way:
             finish()
     except BaseException:
         # First: a request under way may still write to these places (decision 0023).
         pair.close()
         raise
-    bounced = moved.size if landing.is_bounced() else 0
+    bounced = moved.size if isinstance(landing, Ring) else 0
     return TransferResult(digests, crcs, bounced, window.wire_s)
-
-
-def spread(batch: Segments, start: int) -> Column:
-    """Return addresses from ``start`` on for the segments: units aligned, each of them end to
-    end."""
-    first = np.flatnonzero(np.diff(batch.row, prepend=-1))
-    room = -(-np.add.reduceat(batch.length, first) // ALIGNMENT) * ALIGNMENT
-    stream = np.cumsum(batch.length) - batch.length
-    unit = np.repeat(np.arange(len(first)), np.diff(first, append=len(batch)))
-    places: Column = start + (np.cumsum(room) - room)[unit] + stream - stream[first][unit]
-    return places
-
-
-def _runs(place: Column, batch: Segments, key: Column) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (address here, there, key, length) of each single move: neighbours with the same small
-    gap on both sides. The gap is moved too: it is room of the same storages' pages."""
-    gap = np.diff(place) - batch.length[:-1]
-    alike = np.diff(batch.address) == np.diff(place)
-    alike &= (np.diff(key) == 0) & (gap >= 0) & (gap < ALIGNMENT)
-    first = np.flatnonzero(np.append(True, ~alike))
-    last = np.append(first[1:], len(place)) - 1
-    size = place[last] + batch.length[last] - place[first]
-    columns = (place[first], batch.address[first], key[first], size)
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 class _Window:
     """The requests of a queue pair that are under way. They complete in order."""
 
-    def __init__(self, pair: Pair, landing: Landing, link: Link, *, is_pull: bool) -> None:
+    def __init__(self, pair: QueuePair, landing: Landing, link: Link, *, is_pull: bool) -> None:
         self.posted = 0
         self._pair: Final = pair
         self._landing: Final = landing
@@ -228,10 +163,7 @@ class _Window:
             pause_s = min(_PAUSE_MAX_S, 2 * pause_s)
 
 
-# Straight into and out of the pool.
-
-
-def is_pinnable(medium: Medium) -> bool:
+def is_pinnable(medium: Medium) -> TypeGuard[MappedMedium]:
     """Return True if the medium's pages may stay pinned: its own memory, or a DAX device. Pages of
     a file belong to its file system."""
     if not isinstance(medium, MappedMedium):
@@ -240,78 +172,80 @@ def is_pinnable(medium: Medium) -> bool:
     return kind.is_device or (medium.info.volatile and not kind.is_persistent_memory)
 
 
-class PoolRegions:
-    """The registered blocks of a pool; each is registered on its first use. Thread-safe."""
+class PinnedPool:
+    """A pool that is registered, block by block, on the first use of each. Thread-safe."""
 
     def __init__(self, domain: Domain, medium: MappedMedium) -> None:
-        self.medium: Final = medium
+        """Raise ``MediumError`` if the pool is poisoned, and so has no addresses any more."""
         self._domain: Final = domain
+        self._medium: Final = medium
+        self.start: Final = medium.address(Extent(0, 0))
         self._guard: Final = threading.Lock()
         self._blocks: Final[dict[int, list[Region]]] = {}
 
-    def of(self, offset: int) -> Region:
-        """Return the region that has the byte at ``offset``. Raises ``RegisterError``."""
-        number = offset // BLOCK
+    def place(self, batch: Segments) -> Column:
+        """Return the address of each segment."""
+        self._medium.address(batch.box())  # raises where the medium is poisoned
+        return batch.offset + self.start
+
+    def region(self, address: int) -> Region:
+        """Return the region that has an address. Raises ``RegisterError``."""
+        number = (address - self.start) // BLOCK
         with self._guard:
             regions = self._blocks.setdefault(number, [])
             start = number * BLOCK
             for region in regions:
-                if offset < start + region.length:
+                if address < region.end:
                     return region
                 start += region.length
             # Not registered yet, or the pool has grown since.
-            length = min(self.medium.size, (number + 1) * BLOCK) - start
-            address = self.medium.address(Extent(start, length))
-            made = self._domain.register(address, length, remote=False, writable=True)
+            length = min(self._medium.size, (number + 1) * BLOCK) - start
+            place = self._medium.address(Extent(start, length))
+            made = self._domain.register(place, length, remote=False, writable=True)
             regions.append(made)
             return made
 
-
-class DirectLanding:
-    """The pool itself. See ``Landing``."""
-
-    def __init__(self, regions: PoolRegions) -> None:
-        """Raise ``RegisterError`` if the pool cannot be registered, ``MediumError`` if it has no
-        addresses any more."""
-        self._regions: Final = regions
-        self._medium: Final = regions.medium
-        self._start: Final = self._medium.address(Extent(0, 0))
-        regions.of(0)
-
-    def place(self, batch: Segments) -> Column:
-        self._medium.address(batch.box())  # raises where the medium is poisoned
-        return batch.offset + self._start
-
-    def region(self, address: int) -> Region:
-        return self._regions.of(address - self._start)
-
-    def is_bounced(self) -> bool:
-        return False
-
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
-        for run in batch.runs():
+    def note(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs | None) -> None:
+        """Note the digests of a batch, and in ``crcs`` its CRC32s, after its pull, or (None) before
+        its push."""
+        for run in batch.runs() if crcs is not None else ():
             self._medium.wrote(run)
-        self._hash(batch, place, digests, crcs)
-
-    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
-        self._hash(batch, place, digests)
-
-    def _hash(
-        self, batch: Segments, place: Column, digests: Digests, crcs: Crcs | None = None
-    ) -> None:
         best_engine().move(replace(batch, address=place), None, digests, Stop(), crcs)
 
 
-# Through a ring.
-
-
 class Ring:
-    """Registered memory of ``AHEAD`` slots."""
+    """Registered memory of ``AHEAD`` slots, through which the bytes of ``medium`` go."""
+
+    medium: Medium
 
     def __init__(self, domain: Domain) -> None:
-        self.memory: Final = mmap.mmap(-1, AHEAD * UNIT)
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
-        self.region: Final = domain.register(start, AHEAD * UNIT, remote=False, writable=True)
+        self._memory: Final = mmap.mmap(-1, AHEAD * UNIT)
+        start = np.frombuffer(self._memory, np.uint8).ctypes.data
+        self._region: Final = domain.register(start, AHEAD * UNIT, remote=False, writable=True)
+        self._given = 0
+
+    def place(self, batch: Segments) -> Column:
+        """Return an address for each segment, valid until ``AHEAD`` batches later."""
+        start = self._region.start + self._given % AHEAD * UNIT
+        self._given += 1
+        return start + np.cumsum(batch.length) - batch.length
+
+    def region(self, address: int) -> Region:
+        """Return the region that has an address."""
+        return self._region
+
+    def note(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs | None) -> None:
+        """Store a batch after its pull, or (``crcs`` is None) load it before its push, and note its
+        digests, and its CRC32s."""
+        if crcs is not None:
+            store(self.medium, batch, place, digests, crcs, Stop())
+        else:
+            moved = batch.sources_at(place)
+            digests[np.unique(batch.row)] = fetch(self.medium, moved, Stop())
+
+
+Landing = PinnedPool | Ring
+"""The places of a transfer's batches in this process while they are under way."""
 
 
 class Rings:
@@ -319,55 +253,22 @@ class Rings:
 
     def __init__(self, domain: Domain) -> None:
         self._domain: Final = domain
-        self._changed: Final = threading.Condition()
-        self._free: list[Ring] = []
-        self._made = 0
+        self._turns: Final = threading.Semaphore(RINGS_MAX)
+        self._free: Final[deque[Ring]] = deque()
 
     @contextmanager
-    def borrow(self, link: Link) -> Iterator[Ring]:
-        """Yield a ring, when one is free. Raises ``TransportError``, and as ``Link.watch``."""
-        ring = self._take(link)
-        try:
-            yield ring
-        finally:
-            with self._changed:
-                self._free.append(ring)
-                self._changed.notify()
-
-    def _take(self, link: Link) -> Ring:
+    def borrow(self, link: Link, medium: Medium) -> Iterator[Ring]:
+        """Yield a ring for a transfer of ``medium``, when one is free. Raises ``TransportError``,
+        and as ``Link.watch``."""
         since_s = time.monotonic()
-        with self._changed:
-            while not self._free and self._made >= RINGS_MAX:
-                self._changed.wait(0.1)
-                link.watch(since_s)
-            if self._free:
-                return self._free.pop()
-            ring = Ring(self._domain)
-            self._made += 1
-            return ring
-
-
-class RingLanding:
-    """The slots of a ring, one after another. See ``Landing``."""
-
-    def __init__(self, medium: Medium, ring: Ring) -> None:
-        self._medium: Final = medium
-        self._ring: Final = ring
-        self._given = 0
-
-    def place(self, batch: Segments) -> Column:
-        slot = self._given % AHEAD
-        self._given += 1
-        return spread(batch, self._ring.region.start + slot * UNIT)
-
-    def region(self, address: int) -> Region:
-        return self._ring.region
-
-    def is_bounced(self) -> bool:
-        return True
-
-    def note_arrival(self, batch: Segments, place: Column, digests: Digests, crcs: Crcs) -> None:
-        store(self._medium, batch, place, digests, crcs, Stop())
-
-    def fill(self, batch: Segments, place: Column, digests: Digests) -> None:
-        digests[np.unique(batch.row)] = fetch(self._medium, batch.sources_at(place), Stop())
+        while not self._turns.acquire(timeout=0.1):
+            link.watch(since_s)
+        try:
+            ring = self._free.pop() if self._free else Ring(self._domain)
+            ring.medium = medium
+            try:
+                yield ring
+            finally:
+                self._free.append(ring)
+        finally:
+            self._turns.release()

@@ -1,4 +1,4 @@
-"""The client's side of verbs: its registered memory, and its end of each queue pair.
+"""The memory that a client has registered, for a storage host to reach.
 
 Theory. Registering pins the pages that memory has at that moment, and costs time, so all saves of
 the same storages share one registration. From then on the address alone proves nothing: memory that
@@ -8,8 +8,7 @@ it, no other allocation gets that memory. A region is used again only for the sa
 and length. One case remains, an owner whose memory was exchanged under it; the digests catch that:
 the client hashes what its processor sees, the host what its network card brought.
 
-Small storages are not registered one by one: they are gathered in memory that a connection has for
-this, hashed on the way, and the host fetches many with one request.
+Small storages are not registered: they go over the socket, many together.
 
 The memory of a CUDA device is registered as a dmabuf. If that fails, it is registered by its
 address, which needs the driver nvidia_peermem. If that fails too, it is *staged*: not registered,
@@ -22,38 +21,24 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.engine.copying.local import BATCH, best_engine
-from portus.engine.copying.segments import (
-    Column,
-    Digests,
-    Segments,
-    Sources,
-    Stop,
-    cut,
-    owners,
-)
+from portus.engine.copying.segments import Column
 from portus.errors import TransportError
 from portus.reach.transport.cuda import Driver, driver
-from portus.reach.transport.one_sided import ALIGNMENT
-from portus.reach.transport.verbs import Domain, QueuePair, Region, RegisterError
+from portus.reach.transport.verbs import Domain, Region, RegisterError
 
 _log: Final = logging.getLogger("portus")
 
 SMALL: Final = 16 << 10
-"""Bytes of a storage below which it is gathered."""
-
-GATHERED_MAX: Final = 64 << 20
-"""Bytes to gather on one connection, at most; small storages beyond that are registered."""
+"""Bytes of a storage below which it is not registered."""
 
 HERE: Final = -1
 """Stands in the place of a device's number: memory of this processor."""
@@ -226,107 +211,3 @@ class Regions:
                 del self._known[key]
                 with contextlib.suppress(TransportError):
                     known.region.close()
-
-
-class ClientLane:
-    """The client's end of the queue pair of one connection, and memory to gather in. It posts no
-    requests. For one thread; but any thread may call ``close``."""
-
-    def __init__(self, domain: Domain, pair: QueuePair) -> None:
-        self._domain: Final = domain
-        self._pair: Final = pair
-        self._memory: mmap.mmap | None = None
-        self._region: Region | None = None
-
-    @property
-    def closed(self) -> bool:
-        """True once the host reaches no memory through the lane any more."""
-        return self._pair.closed
-
-    def room(self, size: int) -> Region:
-        """Return registered memory of at least ``size`` bytes, the same as before if it is large
-        enough. Its content lasts until the next call. Raises ``RegisterError``."""
-        if self._region is None or self._region.length < size:
-            self._drop()
-            length = max(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
-            self._memory = mmap.mmap(-1, length)
-            start = np.frombuffer(self._memory, np.uint8).ctypes.data
-            self._region = self._domain.register(start, length, remote=True, writable=True)
-        return self._region
-
-    def register(self, address: int, length: int) -> Region:
-        """Let the host write to this memory, until the region is closed. Raises
-        ``RegisterError``."""
-        return self._domain.register(address, length, remote=True, writable=True)
-
-    def close(self) -> None:
-        """Revoke access: when this returns, the host reaches no memory through the lane. Raises
-        nothing."""
-        self._pair.close()
-        self._drop()
-
-    def _drop(self) -> None:
-        region, self._region = self._region, None
-        if region is not None:
-            with contextlib.suppress(TransportError):
-                region.close()
-        self._memory = None
-
-
-def gather(lengths: Column, here: Flags, first: Flags) -> tuple[Flags, Column, int]:
-    """Return which storages to gather, the offset of each (0 for the others), and the bytes of all.
-
-    here: those that have an address. first: those to place first, since they travel together.
-    """
-    small = here & (lengths > 0) & (lengths < SMALL)
-    order = np.flatnonzero(small)[np.argsort(~first[small], kind="stable")]
-    room = -(-lengths[order] // ALIGNMENT) * ALIGNMENT
-    ends = np.cumsum(room)
-    order, room, ends = (each[ends <= GATHERED_MAX] for each in (order, room, ends))
-    offsets = np.zeros(len(lengths), np.int64)
-    offsets[order] = ends - room
-    chosen = np.zeros(len(lengths), np.bool_)
-    chosen[order] = True
-    return chosen, offsets, int(ends[-1]) if len(ends) else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The segments of some sources, gathered and other ones apart, and the digests of all."""
-
-    small: Segments
-    place: Column
-    big: Segments
-    digests: Digests
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of the gathered segments."""
-        return self.small.size
-
-    @classmethod
-    def of(cls, sources: Sources, is_small: Flags, place: Column) -> Parts:
-        """Return the parts of sources. is_small: True for each source to gather. place: the address
-        where each source is gathered."""
-        segments, digests = cut(sources)
-        owner = owners(sources.length)[segments.row]
-        chosen = is_small[owner]
-        small, big = segments.part(chosen), segments.part(~chosen)
-        return cls(small, place[owner][chosen], big, digests)
-
-    def gather(self, stop: Stop) -> None:
-        """Copy the small segments to their places, and note their digests. Raises
-        ``StoppedError``."""
-        if len(self.small):
-            best_engine().move(self.small, self.place, self.digests, stop)
-
-    def scatter(self, stop: Stop) -> None:
-        """Copy the small segments from their places to their targets, and note their digests."""
-        if len(self.small):
-            there = replace(self.small, address=self.place)
-            best_engine().move(there, self.small.address, self.digests, stop)
-
-    def hash_big(self, stop: Stop) -> None:
-        """Note the digests of the other segments. Raises ``StoppedError``."""
-        for batch in self.big.batches(BATCH):
-            best_engine().move(batch, None, self.digests, stop)

@@ -5,7 +5,7 @@ the caller's ``Stop`` is set, and whether the other side has been silent for too
 a stop in the middle of a frame, ends the link, and the unfinished message is void for both sides.
 
 Payload is hashed piece by piece, before it is sent and after it arrived, while the cache has it. A
-copy is sent, since the source may change meanwhile.
+copy is sent, since the source may change meanwhile: what was hashed is what is sent.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import xxhash
 from isal import isal_zlib
-from numpy.typing import NDArray
 
 from portus.engine.copying.local import best_engine, copy
 from portus.engine.copying.segments import (
@@ -35,6 +34,7 @@ from portus.engine.copying.segments import (
     Crcs,
     Digests,
     Segments,
+    Sources,
     Stop,
     StoppedError,
     memory,
@@ -42,8 +42,15 @@ from portus.engine.copying.segments import (
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.spec import Extent
 from portus.errors import PortusError, TransportError
-from portus.reach.protocol.connection import Connection, Event, Payload, SkippedMessage
-from portus.reach.protocol.messages import BYTES, DATA, PAYLOAD_SIZE_MAX, ProtocolError, Said
+from portus.reach.protocol.connection import Connection, Event
+from portus.reach.protocol.messages import (
+    BYTES,
+    DATA,
+    PAYLOAD_SIZE_MAX,
+    ProtocolError,
+    Said,
+    error_of,
+)
 from portus.reach.protocol.vocabulary import MessageKind
 from portus.reach.transport.budget import FREE, UNLIMITED, Budget, ConnectionBudget
 
@@ -51,7 +58,7 @@ PIECE: Final = 1 << 20
 """Bytes of payload for one system call, and between two checks of the stop."""
 
 GATHER: Final = 4 << 20
-"""Bytes of short segments to send together."""
+"""Bytes to receive, or to read, before they are moved on, at most."""
 
 _BYTES_S_MIN: Final = 64e3
 """The lowest average rate of a message or a piece of payload that has begun, in bytes a second. A
@@ -61,9 +68,6 @@ _WANTED_BYTES_S_MIN: Final = 1e6
 _WANTED_S: Final = 10.0
 """The same rate while others wait for memory that the sender has, and the seconds before it
 counts."""
-
-_SMALL: Final = 64 << 10
-"""Average bytes of a segment up to which segments are sent together."""
 
 _POLL_S: Final = 0.2
 _KEEPALIVE: Final = {
@@ -83,28 +87,11 @@ class EndedError(TransportError):
     """The other side has closed the connection."""
 
 
-class UnexpectedMessageError(TransportError):
-    """A message came when payload was due."""
-
-    def __init__(self, message: Said) -> None:
-        super().__init__(f"{message.kind.name} came in the middle of a payload")
-        self.message: Final = message
-
-
-class UnreadError(Exception):
-    """A message came for which there was no memory, and was not read; ``why`` says it. The host
-    answers with a refusal, and the conversation continues."""
-
-    def __init__(self, kind: MessageKind, why: PortusError) -> None:
-        super().__init__(f"{kind.name}: {why}")
-        self.kind: Final = kind
-        self.why: Final = why
-
-
 class Link:
     """One end of a conversation. ``silence_s``: the longest wait for the other side; it may be
     changed at any time. ``name``: of the other side, for messages. ``taken``: bytes of payload
-    received. ``hash_s``: seconds spent hashing payload. ``account``: see the constructor."""
+    received. ``hash_s``: seconds spent hashing payload, and copying it
+    on in the same pass. ``account``: see the constructor."""
 
     def __init__(
         self,
@@ -184,8 +171,9 @@ class Link:
             self._put(memoryview(self.connection.send(message)))
 
     def receive(self, idle_s: float | None = None) -> Event:
-        """Return the next message, or that payload follows. Raises as ``send``, ``ProtocolError``,
-        and ``UnreadError`` on a host.
+        """Return the next message, or that payload follows, or on a host that there was no memory
+        for a message: it is answered with a refusal, and the conversation continues. Raises as
+        ``send``, and ``ProtocolError``.
 
         idle_s: the longest wait for the first byte; None: ``silence_s``, as for the others.
         """
@@ -196,22 +184,20 @@ class Link:
             while (event := self.connection.feed(data)) is None:
                 wanted, left = self.connection.wanted_bytes, self.connection.body_left
                 if why is None and room < wanted and left > FREE:
-                    # As it arrives: a header that announces much takes no memory yet.
-                    why = self._body_taken(wanted - room, left - room)
+                    # As it arrives: a header that announces much takes no memory yet. Twice:
+                    # decoding copies it.
+                    why = self.account.excess(2 * (left - room)) or self._take(2 * (wanted - room))
                     room = wanted
                     if why is not None:
                         # Read and discarded, so that the refusal can be sent; a cut connection
                         # would explain nothing.
-                        self.connection.forget()
+                        self.connection.forget(why)
                         self.account.give_back()
                 data = self._get(self.connection.wanted_bytes)
                 room = max(0, room - len(data))
                 self._came += len(data)
                 self._check_pace()
             self._began_s = math.inf
-        if isinstance(event, SkippedMessage):
-            assert why is not None
-            raise UnreadError(event.kind, why)
         return event
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
@@ -227,49 +213,38 @@ class Link:
             event = self.receive()
         finally:
             self.silence_s = usual_s
-        if isinstance(event, Payload):
+        if not isinstance(event, Said):
             self.close()
             raise ProtocolError(f"{self.name}: payload came in place of an answer")
         return event
 
-    def send_payload(self, kind: MessageKind, data: memoryview, hasher: _Hasher | None) -> None:
-        """Send one frame of plain bytes. They may change meanwhile: the bytes sent are the bytes
-        hashed."""
+    def send_payload(self, kind: MessageKind, data: memoryview) -> None:
+        """Send one frame of plain bytes, which do not change meanwhile."""
         with self._or_end():
             self._put(memoryview(self.connection.send_payload(kind, len(data))))
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
-                if hasher is not None:
-                    # Hashed and sent from a copy: the source may change between the two (V2).
-                    hasher.warm[: len(piece)] = piece
-                    piece = hasher.warm[: len(piece)]
-                    hasher.update(piece)
                 self._put(piece)
                 self._put(memoryview(self.connection.note_sent(piece)))
 
-    def fill(self, target: memoryview, hasher: _Hasher | None) -> None:
-        """Fill ``target`` with payload, from as many frames as it takes, hashed after it arrives.
+    def fill(self, target: memoryview) -> None:
+        """Fill ``target`` with payload, from as many frames as it takes.
 
-        Raises ``UnexpectedMessageError`` if a message comes in its place; the link can still be
-        used then.
+        Raises a refusal that comes in its place as an error; the link can still be used then.
         """
         done = 0
         while done < len(target):
             if not self.connection.payload_left:
                 event = self.receive()
-                if not isinstance(event, Payload):
-                    raise UnexpectedMessageError(event)
+                if isinstance(event, Said):
+                    raise error_of(event)
             length = min(self.connection.payload_left, len(target) - done, PIECE)
             piece, came = target[done : done + length], 0
             with self._or_end():
                 while came < length:
                     # One call fills as much as arrives before the short wait ends.
                     came += self._receive_some(piece[came:], socket.MSG_WAITALL)
-                start_s = time.perf_counter()
-                if hasher is not None:
-                    hasher.update(piece)
                 self.connection.took(piece)
-                self.hash_s += time.perf_counter() - start_s
                 while self.connection.digest_due:
                     self.connection.feed(self._get(self.connection.wanted_bytes))
             self.taken += length
@@ -406,11 +381,6 @@ class Link:
             return size
         return FREE
 
-    def _body_taken(self, size: int, left: int) -> PortusError | None:
-        """Take memory for a part of a body, twice: decoding copies it. ``left``: bytes still to
-        come. Return the error if there is too little."""
-        return self.account.excess(2 * left) or self._take(2 * size)
-
     def _take(self, size: int) -> PortusError | None:
         """Take passing memory; return the error if there is none."""
         since_s, began_s = time.monotonic(), self._began_s
@@ -449,15 +419,14 @@ class Link:
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
 
     def watch(self, since_s: float) -> None:
-        """Raise as ``pause`` does, and if the other side has sent something, or hung up:
-        ``UnexpectedMessageError``, ``EndedError``."""
+        """Raise as ``pause`` does, and if the client has hung up, or says something, which it may
+        not now: ``EndedError``, ``ProtocolError``."""
         self.pause(since_s)
         if self.has_word():
             try:
-                word = self.hear()
+                self.hear()
             except EndedError as error:
                 raise EndedError(f"{self.name}: the client is gone: {error}") from error
-            raise UnexpectedMessageError(word)
 
 
 _ALL: Final[weakref.WeakSet[Link]] = weakref.WeakSet()
@@ -487,20 +456,22 @@ class _Work(Stop):
         super().check()
 
 
-def give(link: Link, segments: Segments, digests: Digests, stop: Stop) -> None:
-    """Send segments of this process (whole units, in order) as DATA. Note their digests."""
-    scratch = np.empty(min(GATHER, segments.size), np.uint8)
-    for batch in segments.batches(GATHER):
-        stop.check()
-        if _is_small(batch):
-            best_engine().move(batch, _lay_out(batch, scratch), digests, stop)
-            link.send_payload(DATA, scratch.data[: batch.size], None)
-            continue
-        hasher = _Hasher(digests, scratch.data)
-        for unit, address, _, length in _rows(batch):
-            link.send_payload(DATA, memory(address, length), hasher.of(unit))
-            hasher.note()
-        stop.add(batch.size)
+def give(link: Link, sources: Sources, stop: Stop) -> Digests:
+    """Send sources of this process as DATA, end to end. Return the digests of what was sent."""
+    whole = (np.zeros(1, np.int64), np.array([sources.size]))
+    placed = replace(sources, extent_offset=whole[0], extent_length=whole[1])
+    return copy(cast(Medium, _Outgoing(link)), placed, stop)
+
+
+class _Outgoing:
+    """A link as the place of a copy, which is stored from its beginning to its end."""
+
+    def __init__(self, link: Link) -> None:
+        self._link: Final = link
+
+    def store(self, offset: int, data: memoryview) -> None:
+        """Send the next bytes: a copy, which is what was hashed (V2)."""
+        self._link.send_payload(DATA, data)
 
 
 def take(
@@ -517,21 +488,18 @@ def take(
     scratch = np.empty(link.scratch(min(GATHER, segments.size)), np.uint8)
     for batch in segments.batches(len(scratch)):
         stop.check()
-        if _is_small(batch) and batch.size <= len(scratch):
-            link.fill(scratch.data[: batch.size], None)
-            place = _lay_out(batch, scratch)
-            if medium is None:
-                there = replace(batch, address=place)
-                best_engine().move(there, batch.address, digests, stop, crcs)
-            else:
-                store(medium, batch, place, digests, crcs, stop)
+        if batch.size > len(scratch):
+            _take_unit(link, batch, digests, scratch.data, medium, crcs)
+            stop.add(batch.size)
             continue
-        hasher = _Hasher(digests, scratch.data, crcs)
-        for unit, address, offset, length in _rows(batch):
-            for target in _places(medium, scratch.data, address, offset, length):
-                link.fill(target, hasher.of(unit))
-            hasher.note()
-        stop.add(batch.size)
+        link.fill(scratch.data[: batch.size])
+        start_s = time.perf_counter()
+        place = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
+        if medium is None:
+            best_engine().move(replace(batch, address=place), batch.address, digests, stop, crcs)
+        else:
+            store(medium, batch, place, digests, crcs, stop)
+        link.hash_s += time.perf_counter() - start_s
 
 
 def store(
@@ -551,6 +519,41 @@ def store(
         crcs[rows] = sums
 
 
+def _take_unit(
+    link: Link,
+    unit: Segments,
+    digests: Digests,
+    scratch: memoryview,
+    medium: Medium | None,
+    crcs: Crcs | None,
+) -> None:
+    """Receive one big unit piece by piece, and hash each while the cache has it."""
+    hasher, crc, pieces = xxhash.xxh3_128(), 0, unit.pieces(min(PIECE, len(scratch)))
+    mapped = medium if isinstance(medium, MappedMedium) else None
+    columns = (pieces.address, pieces.offset, pieces.length)
+    for address, offset, length in zip(*(each.tolist() for each in columns), strict=True):
+        target = scratch[:length]
+        if mapped is not None:
+            target = memory(mapped.address(Extent(offset, length)), length)
+        elif medium is None:
+            target = memory(address, length)
+        try:
+            link.fill(target)
+        finally:
+            if mapped is not None:
+                mapped.wrote(Extent(offset, length))
+        start_s = time.perf_counter()
+        hasher.update(target)
+        if crcs is not None:
+            crc = isal_zlib.crc32(target, crc)
+        link.hash_s += time.perf_counter() - start_s
+        if medium is not None and mapped is None:
+            medium.store(offset, target)
+    digests[unit.row[0]] = np.frombuffer(hasher.digest(), np.uint8)
+    if crcs is not None:
+        crcs[unit.row[0]] = crc
+
+
 def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> None:
     """Send bytes of a pool as BYTES. They are loaded, never read through a mapping: so a bad sector
     raises an error, and does not end the process."""
@@ -561,7 +564,7 @@ def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> N
         for start in range(0, length, len(scratch)):
             piece = scratch[: length - start]
             medium.load(offset + start, piece)
-            link.send_payload(BYTES, piece, None)
+            link.send_payload(BYTES, piece)
 
 
 def drain(link: Link, size: int) -> None:
@@ -569,74 +572,8 @@ def drain(link: Link, size: int) -> None:
     scratch = memoryview(bytearray(min(size, PIECE)))
     while size:
         piece = scratch[:size]
-        link.fill(piece, None)
+        link.fill(piece)
         size -= len(piece)
-
-
-class _Hasher:
-    """The digest of one unit after another, and its CRC32 on request. ``warm``: room for the copy
-    of a piece that is sent."""
-
-    def __init__(self, digests: Digests, warm: memoryview, crcs: Crcs | None = None) -> None:
-        self.warm: Final = warm
-        self._digests: Final = digests
-        self._crcs: Final = crcs
-        self._row = -1
-
-    def of(self, row: int) -> _Hasher:
-        """Return this hasher, for the unit of that row; units come in order."""
-        if row != self._row:
-            self._row, self._hasher, self._crc = row, xxhash.xxh3_128(), 0
-        return self
-
-    def update(self, data: memoryview) -> None:
-        """Add the next bytes of the unit."""
-        self._hasher.update(data)
-        if self._crcs is not None:
-            self._crc = isal_zlib.crc32(data, self._crc)
-
-    def note(self) -> None:
-        """Write the digest of the unit's bytes so far to its row, and its CRC32."""
-        self._digests[self._row] = np.frombuffer(self._hasher.digest(), np.uint8)
-        if self._crcs is not None:
-            self._crcs[self._row] = self._crc
-
-
-def _places(
-    medium: Medium | None, scratch: memoryview, address: int, offset: int, length: int
-) -> Iterator[memoryview]:
-    """Yield memory for the bytes of a segment: of this process, of the pool where it has addresses,
-    or a buffer, which is stored when the caller asks for the next."""
-    if medium is None:
-        yield memory(address, length)
-    elif isinstance(medium, MappedMedium):
-        run = Extent(offset, length)
-        try:
-            yield memory(medium.address(run), length)
-        finally:
-            medium.wrote(run)
-    else:
-        for start in range(0, length, len(scratch)):
-            piece = scratch[: length - start]
-            yield piece
-            medium.store(offset + start, piece)
-
-
-def _is_small(batch: Segments) -> bool:
-    """Return True if the segments of a batch are so short that they are better sent together."""
-    return batch.size <= min(GATHER, _SMALL * len(batch))
-
-
-def _lay_out(batch: Segments, scratch: NDArray[np.uint8]) -> Column:
-    """Return addresses for the segments, end to end in ``scratch``."""
-    places: Column = scratch.ctypes.data + np.cumsum(batch.length) - batch.length
-    return places
-
-
-def _rows(segments: Segments) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (row, address, offset, length) of each segment."""
-    columns = (segments.row, segments.address, segments.offset, segments.length)
-    return zip(*(column.tolist() for column in columns), strict=True)
 
 
 def _wait_shortly(link: socket.socket) -> None:

@@ -223,7 +223,7 @@ class QueuePair:
 
     def __init__(self, domain: Domain, verbs: Any, context: Any, protection: Any) -> None:
         self._verbs: Final = verbs
-        self._domain: Final = domain
+        self.domain: Final = domain
         e = verbs.constants
         self.closed = False
         with _as_transport_error("make a queue pair"):
@@ -248,7 +248,7 @@ class QueuePair:
 
         Raises ``TransportError``.
         """
-        e, port = self._verbs.constants, self._domain.port
+        e, port = self._verbs.constants, self.domain.port
         access = e.IBV_ACCESS_REMOTE_READ | e.IBV_ACCESS_REMOTE_WRITE if remote else 0
         with _as_transport_error(f"connect queue pair {self.endpoint.number} to {other.number}"):
             attributes = self._verbs.QPAttr(port_num=port.number)
@@ -260,7 +260,7 @@ class QueuePair:
             attributes.rq_psn, attributes.sq_psn = other.sequence, self.endpoint.sequence
             attributes.max_dest_rd_atomic = self.endpoint.reads
             # More reads at once than the other end serves would end the connection.
-            attributes.max_rd_atomic = min(self._domain.asks, other.reads)
+            attributes.max_rd_atomic = min(self.domain.asks, other.reads)
             attributes.min_rnr_timer, attributes.timeout = 12, _TIMEOUT
             attributes.retry_cnt = attributes.rnr_retry = _RETRIES
             route = self._verbs.GlobalRoute(

@@ -17,7 +17,6 @@ from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.shared_state import House
-from portus.reach.index.records import VersionEntry
 from portus.reach.protocol import messages as said
 from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
@@ -119,7 +118,7 @@ class Guest:
         client is not connected by verbs, or gave no place for one of them."""
         lane = self.lane
         has_place = (moved.address > 0) | (key > 0)  # a dmabuf begins at the address 0
-        if lane is None or lane.closed or not (has_place | (moved.length == 0)).all():
+        if lane is None or lane.pair.closed or not (has_place | (moved.length == 0)).all():
             return None
         try:
             done = lane.transfer(moved, key, is_pull=is_pull)
@@ -131,10 +130,6 @@ class Guest:
         self.counters.add("bounced_bytes", done.bounced)
         self.counters.add("wire_seconds", done.wire_s)
         return done
-
-    def find(self, token: bytes) -> VersionEntry | None:
-        """Return the version of a token, or None if it is not in the pool."""
-        return self.writer.catalogue().of_token(token)
 
     def drop(self, why: str) -> None:
         """End the save that is under way, without a version."""
@@ -166,7 +161,7 @@ class Guest:
         """Release all that the client holds. goodbye: the client ended in order."""
         if self.lane is not None:
             # First: the card must not write to space that the next line frees (decision 0023).
-            self.lane.close()
+            self.lane.pair.close()
         self.drop("the connection ended")
         for version in self.pins.elements():
             self.writer.locks.unpin(version)

@@ -27,10 +27,10 @@ from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Draft, Guest
 from portus.reach.daemon.shared_state import refusal_of
 from portus.reach.index.file_table import decode_table
-from portus.reach.index.records import VersionRecord, encode_version
+from portus.reach.index.records import encode_version
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column, digest_rows, handles, unpack_map
-from portus.reach.transport.stream import UnexpectedMessageError, drain, take
+from portus.reach.protocol.messages import Fault, Said, column, digest_rows, handles, unpack_map
+from portus.reach.transport.stream import drain, take
 from portus.reach.transport.verbs import Endpoint
 from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
@@ -78,16 +78,18 @@ def claim(guest: Guest, message: said.Claim) -> Said:
 def connect(guest: Guest, message: said.Connect) -> Said:
     """Connect the two ends of a queue pair."""
     if guest.lane is not None:
-        guest.lane.close()
+        guest.lane.pair.close()
     other = Endpoint(*msgspec.structs.astuple(message))
     guest.lane = guest.fabric.lane(guest.link, guest.hosted, other)
-    return said.Connected(*guest.lane.endpoint)
+    return said.Connected(*guest.lane.pair.endpoint)
 
 
 def begin(guest: Guest, message: said.Begin) -> Said:
     """Begin a save."""
     if message.model not in guest.claims:
         raise UsageError(f"model {message.model!r} is not claimed here")
+    if guest.draft is not None:
+        raise UsageError("a save is under way on this connection already")
     guest.hosted.replica.require(message.model)
     lengths = column(message.lengths, "lengths")
     guest.link.room(_STORAGE_BEGUN * len(lengths))
@@ -125,13 +127,11 @@ def offer(guest: Guest, message: said.Offer) -> Said:
             raise
         # Not refused: the client may make room and offer these again.
         draft.claimed[indices] = False
-        return _full(guest, error)
-    try:
-        hashed = _move(guest, draft, indices, reserved.target)
-        draft.pool.note(reserved, digest_rows(hashed.digests, "stored"))
-    except UnexpectedMessageError:  # by an abandonment: the table lets nothing else through
-        guest.drop("the client abandoned it")
-        return said.Done()
+        guest.counters.count_failure(Fault.FULL)
+        guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
+        return msgspec.structs.replace(refusal_of(error), fault=Fault.FULL)
+    hashed = _move(guest, draft, indices, reserved.target)
+    draft.pool.note(reserved, digest_rows(hashed.digests, "stored"))
     return hashed
 
 
@@ -140,9 +140,13 @@ def share(guest: Guest, message: said.Share) -> Said:
     draft = _draft_of(guest)
     indices = column(message.indices, "indices")
     guest.link.room(STORAGE_MOVED * len(draft.lengths))
-    record = _record(guest, message.before)
+    entry = guest.writer.catalogue().of_token(message.before)
+    try:
+        record = None if entry is None else guest.writer.record(entry)
+    except CorruptionError:
+        record = None  # a save can do without it
     if record is None:
-        return said.Shared(False)
+        return said.Done(granted=False)
     if len(record.storages) != len(draft.lengths) or not draft.may_claim(indices):
         raise UsageError("share: these are not storages of both versions")
     lengths = record.storages["length"][indices].astype(np.int64)
@@ -150,7 +154,7 @@ def share(guest: Guest, message: said.Share) -> Said:
         raise UsageError("share: a storage has another length in that version")
     group = draft.pool.hold(record, indices)
     if group is None:
-        return said.Shared(False)
+        return said.Done(granted=False)
     # The medium must still hold the saved bytes. The client's own digests are compared when
     # it confirms.
     address = np.ones(len(indices), np.int64)
@@ -158,12 +162,12 @@ def share(guest: Guest, message: said.Share) -> Said:
         moved = sources(address, lengths, group.extents)
         found = check(guest.writer.medium, moved, stop)
     if not np.array_equal(found, group.digests):
-        return said.Shared(False)
+        return said.Done(granted=False)
     draft.pool.reach(group)
     draft.claim(indices)
     draft.shared_bytes += int(lengths.sum())
     guest.counters.add("shared_bytes", int(lengths.sum()))
-    return said.Shared(True)
+    return said.Done()
 
 
 def confirm(guest: Guest, message: said.Confirm) -> Said:
@@ -226,7 +230,7 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
 
 
 def abandon(guest: Guest, message: said.Abandon) -> Said:
-    """Give the save up."""
+    """Give the save up, if there is one."""
     guest.drop("the client abandoned it")
     return said.Done()
 
@@ -237,14 +241,6 @@ def settle(guest: Guest, message: said.Settle) -> Said:
         raise UsageError(f"model {message.model!r} is not claimed here")
     guest.hosted.replica.wait_until_logged(message.model, message.token)
     return said.Done()
-
-
-def _full(guest: Guest, error: MediumError) -> said.Full:
-    """Return the answer that there is no room now."""
-    refusal = refusal_of(error)
-    guest.counters.count_failure(refusal.fault)
-    guest.tell(logging.ERROR, "full", f"no room for an offer: {error}", why=str(error))
-    return said.Full(refusal.errno, refusal.text)
 
 
 def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> said.Hashed:
@@ -282,18 +278,6 @@ def _pull(guest: Guest, moved: Sources) -> said.Hashed:
     return said.Hashed(digests.tobytes(), moved.size, crcs.tobytes())
 
 
-def _record(guest: Guest, before: bytes) -> VersionRecord | None:
-    """Return the record of the version before, or None if it is gone or damaged: a save can do
-    without it."""
-    entry = guest.find(before)
-    if entry is None:
-        return None
-    try:
-        return guest.writer.record(entry)
-    except CorruptionError:
-        return None
-
-
 def _refuse_nonsense(guest: Guest, lengths: Column, contents: bytes) -> None:
     """Raise ``UsageError`` for contents that are not a table of files whose storages have these
     lengths: a reader would call the version damaged."""
@@ -313,14 +297,15 @@ def _draft_of(guest: Guest) -> Draft:
     """Return the save under way, and count one more request of it: the memory that the request
     leaves stays until the end of the save."""
     draft = guest.draft
-    assert draft is not None, "the table lets no such message through"
+    if draft is None:
+        raise UsageError("no save is under way on this connection")
     guest.link.account.keep(_PART)
     draft.size += _PART
     return draft
 
 
 def _refuse_known(guest: Guest, token: bytes) -> None:
-    if guest.find(token) is not None:
+    if guest.writer.catalogue().of_token(token) is not None:
         raise UsageError(f"token {token.hex()} is that of a version that is there")
 
 
