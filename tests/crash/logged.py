@@ -9,9 +9,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from portus.engine.media.base import Medium
 from portus.reach.index.check import Severity, check
-from portus.reach.index.device import is_blank, make_pool
 from portus.reach.index.directory import create_pool
 from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import format_pool, is_blank
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import FileSystem
 from portus.reach.media.space import SpaceMedium
@@ -59,7 +59,7 @@ class DeviceProcess(Process[State]):
         return not is_blank(self.opened())
 
     def create(self) -> None:
-        make_pool(self.opened())
+        format_pool(self.opened())
 
     def medium_files(self) -> FileSystem:
         return lines.files_with_device(self.files, POOL, self.medium)

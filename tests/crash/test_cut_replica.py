@@ -102,7 +102,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
         with portus.PoolCheckpointer(far.both, "net", keep=KEEP, durable=2) as saver:
             for _ in range(random_.randint(1, 3)):
                 told.until_saved(saver)
-            assert far.log().terms[-1].pool == pools[0].writer.superblock.uuid
+            assert far.log().terms[-1].pool == pools[0].writer.uuid
             far.front.bytes_s = 4_000_000
             begun, length = far.front.relayed, random_.randrange(SAVE_BYTES)
             handle = told.save(saver)
@@ -121,7 +121,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
             told.until_saved(saver)
             assert sum(each > STALL_S for each in stalls) <= 1, stalls
             newest, term = told.newest, far.log().term
-            assert far.log().terms[-1].pool == pools[1].writer.superblock.uuid
+            assert far.log().terms[-1].pool == pools[1].writer.uuid
             far.heal()
             until(lambda: is_refused(url(far.first)))
             for _ in range(2):

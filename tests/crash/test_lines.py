@@ -16,9 +16,9 @@ import pytest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import PortusError
-from portus.reach.index.device import is_blank, make_pool
 from portus.reach.index.directory import open_writer
 from portus.reach.index.pool import PoolWriter
+from portus.reach.index.roots import format_pool, is_blank
 from portus.reach.media.pmem import LINE
 from portus.reach.media.space import SpaceMedium
 from tests.crash.trainer import (
@@ -67,7 +67,7 @@ class OnDevice(Trainer):
         return not is_blank(self.opened())
 
     def create(self) -> None:
-        make_pool(self.opened())
+        format_pool(self.opened())
 
     def open_pool(self) -> PoolWriter:
         files = lines.files_with_device(self.files, POOL, self.medium)

@@ -24,7 +24,7 @@ import portus
 from portus.engine.job.settings import Settings
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
-from portus.reach.format.layout import SLOT, SLOT_OFFSETS, SUPERBLOCK, SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import SLOT, SLOT_OFFSETS
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
@@ -43,7 +43,7 @@ STEPS = (1, 2, 3)
 MEMORY_MAX = 128 << 20
 """Bytes of addresses that all the loads together may add."""
 
-TWICE = ("superblock", "root slots", "table", "index", "file tables")
+TWICE = ("root slots", "catalogue", "versions")
 
 ALWAYS = {
     **{twice: {("same", "same")} for twice in TWICE},
@@ -52,7 +52,7 @@ ALWAYS = {
     "shared bytes": {("CorruptionError", "CorruptionError")},
 }
 """By what was hit: what becomes of loads of the newest version, and of one of any step. There are
-two of all that several versions depend on, and what a rotten slot led to is found."""
+two of all that several versions depend on."""
 
 State = dict[str, Any]
 
@@ -110,7 +110,6 @@ class Rotten:
 
 def _places(pool: PoolReader) -> Iterator[tuple[str, list[Extent]]]:
     """Everything that a load of any version looks at, by what it is."""
-    yield "superblock", [Extent(offset, SUPERBLOCK.size) for offset in SUPERBLOCK_OFFSETS]
     yield "root slots", [Extent(offset, SLOT.size) for offset in SLOT_OFFSETS]
     catalogue = pool.catalogue()
     (model,) = catalogue.models.values()

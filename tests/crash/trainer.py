@@ -220,7 +220,7 @@ def verify(
 def verify_older(pool: PoolReader) -> None:
     """Versions that only the older root reaches: if the newer one rots, they are what is left."""
     newest = pool.catalogue().ids()
-    for root in read_roots(pool.medium, pool.superblock.uuid)[1:]:
+    for root in read_roots(pool.medium, pool.uuid)[1:]:
         for entry in read_catalogue(pool.medium, root).entries():
             if entry.info.id not in newest:
                 verified(pool, entry)

@@ -41,7 +41,7 @@ def mirrored(path: Path, key: bytes | None) -> ModelStore:
     bucket = ModelStore()
     mirror = Mirror(bucket, MODEL, key=key)
     with contextlib.closing(open_reader(str(path))) as reader:
-        pool = reader.superblock.uuid
+        pool = reader.uuid
         mirror.claim("golden", pool, 0)
         added = [
             mirror.copy(reader, entry.info.id, Stop()).added

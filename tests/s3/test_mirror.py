@@ -99,7 +99,7 @@ def mirrored(
     tries = Tries(mend)
     with contextlib.closing(Bucket(parse(url), ONCE)) as store:
         mirror = Mirror(store, MODEL)
-        tries(lambda: mirror.claim("a test", reader.superblock.uuid, 0))
+        tries(lambda: mirror.claim("a test", reader.uuid, 0))
         added = [
             tries(functools.partial(mirror.copy, reader, each, Stop())).added
             for each in ids(reader)
@@ -180,7 +180,7 @@ def test_of_several_who_mirror_at_once_each_is_told_the_truth(
             mirror = Mirror(store, MODEL)
             start.wait()
             with contextlib.suppress(SupersededError):
-                mirror.claim(f"writer {number}", reader.superblock.uuid, 0)
+                mirror.claim(f"writer {number}", reader.uuid, 0)
                 for each in ids(reader):
                     told.append(mirror.copy(reader, each, Stop()).added.step)
         return told

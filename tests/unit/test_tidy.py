@@ -102,7 +102,6 @@ LARGE = {
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
     "reach/index/log": "one record format: its writer, its reader, its recovery",
-    "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "reach/mirror/objects": "every object that a mirror may have",

@@ -14,8 +14,8 @@ from typing import Final
 from portus.companions.media.private import WriteDetection, tells
 from portus.engine.copying import native
 from portus.errors import MediumError, PortusError, TransportError
-from portus.reach.index.device import is_blank
 from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import is_blank
 from portus.reach.media.dax import DeviceFacts, device_facts, open_device
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pmem import processor

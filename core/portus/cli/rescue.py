@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """List the versions that a damaged pool still holds, or rebuild a pool from them.
 
-    For a pool that does not open (both root slots or both superblocks are lost), or that lost its
+    For a pool that does not open (both root slots are lost, and their copies), or that lost its
     name. Reads the whole pool. Also finds deleted versions that were not overwritten. Pointers
     refer to the new pool once it replaces the old one; `portus export` extracts single versions
     from it. Exit code 1 if nothing is intact, or if a version that the pool lists
@@ -137,7 +137,7 @@ def _into(path: str, medium: Medium, versions: list[RecoverableVersion], into: s
 
 def _in_place(path: str) -> str:
     """Repair the pool file at ``path``, and return ``path``. If the file can be opened for writing,
-    that repairs a slot or a superblock; otherwise the pool is rebuilt from its intact versions."""
+    that repairs a slot; otherwise the pool is rebuilt from its intact versions."""
     with contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(lock(path, _FILES)))
         medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))

@@ -16,8 +16,6 @@ from portus.reach.format.layout import (
     DATA_START,
     SLOT,
     SLOT_OFFSETS,
-    SUPERBLOCK,
-    SUPERBLOCK_OFFSETS,
 )
 from portus.reach.index import directory
 from portus.reach.index.check import check
@@ -45,17 +43,12 @@ def both_slots(path: Path) -> None:
     overwritten(path, *((offset, SLOT.size) for offset in SLOT_OFFSETS))
 
 
-def both_superblocks(path: Path) -> None:
-    overwritten(path, *((offset, SUPERBLOCK.size) for offset in SUPERBLOCK_OFFSETS))
-
-
 def all_fixed_pages(path: Path) -> None:
     overwritten(path, (0, DATA_START))
 
 
 LOSSES: dict[str, Callable[[Path], None]] = {
     "both root slots": both_slots,
-    "both superblocks": both_superblocks,
     "the first pages": all_fixed_pages,
 }
 

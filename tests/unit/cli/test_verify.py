@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.reach.format.layout import SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import SLOT_OFFSETS
 from tests.unit.cli.scene import Run, portus, portus_json
 
 
@@ -69,23 +69,24 @@ def test_what_a_pointer_leads_to_can_be_verified(run: Run) -> None:
     assert [each["healthy"] for each in found["files"]] == [False, True]
 
 
-def test_a_torn_slot_is_a_warning_and_exit_code_0(run: Run) -> None:
+def test_a_slot_torn_in_both_places_is_a_warning_and_exit_code_0(run: Run) -> None:
+    data = bytearray(run.net.read_bytes())
+    for offset in SLOT_OFFSETS[::2]:  # of the commit before
+        data[offset + 50] ^= 1
+    run.net.write_bytes(data)
+    said = portus("verify")
+    assert said.code == 0
+    assert "warning F1" in said.out
+    assert portus_json("verify")["pools"][0]["findings"][0]["severity"] == "warning"
+
+
+def test_a_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run: Run) -> None:
     data = bytearray(run.net.read_bytes())
     data[SLOT_OFFSETS[1] + 50] ^= 1
     run.net.write_bytes(data)
     said = portus("verify")
-    assert said.code == 0
-    assert "warning F3" in said.out
-    assert portus_json("verify")["pools"][0]["findings"][0]["severity"] == "warning"
-
-
-def test_a_newest_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run: Run) -> None:
-    data = bytearray(run.net.read_bytes())
-    data[SLOT_OFFSETS[0] + 50] ^= 1  # of commit 2
-    run.net.write_bytes(data)
-    said = portus("verify")
     assert said.code == 3
-    assert "mend F3: root slot 0: expected the root of commit 2" in said.out
+    assert "mend F1: root slot 1 at byte 4096: expected a whole one" in said.out
     assert f"{run.net}: NEEDS REPAIR; 2 versions" in said.out
     assert portus_json("verify", code=3)["healthy"] is False
     assert "20" in portus("ls", run.net).out
@@ -93,14 +94,14 @@ def test_a_newest_slot_that_is_damaged_is_said_with_an_exit_code_of_its_own(run:
     assert portus("verify").code == 0
 
 
-def test_a_pool_without_a_superblock_is_damaged(run: Run) -> None:
+def test_a_pool_without_a_root_slot_is_damaged(run: Run) -> None:
     data = bytearray(run.net.read_bytes())
-    for offset in SUPERBLOCK_OFFSETS:
+    for offset in SLOT_OFFSETS:
         data[offset + 50] ^= 1
     run.net.write_bytes(data)
     said = portus("verify")
     assert said.code == 1
-    assert said.out.count("error F1") == 2
+    assert said.out.count("error F1") == 4
     assert "other.portus: healthy" in said.out
 
 

@@ -314,7 +314,7 @@ def test_the_log_has_fields_for_who_came_what_was_saved_and_why_not(
     assert "wrong secret" in str(away["why"])
     first, second = found["committed"]
     assert {event["level"] for event in (first, second)} == {"info"}
-    expected = {"tenant": "default", "model": "a run", "step": 20, "version": 2, "commit": 2}
+    expected = {"tenant": "default", "model": "a run", "step": 20, "version": 2, "commit": 3}
     assert second.items() >= {**expected, "shared_bytes": 800_000}.items()
     assert 800_008 < int(second["bytes"]) < 804_000, "that of the file"
     assert (first["retired"], second["retired"]) == (0, 1)

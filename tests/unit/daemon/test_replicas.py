@@ -190,8 +190,8 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
     assert "continued elsewhere" in caplog.text
     firsts, seconds = (each.house.pools.of("default") for each in (two.first, two.second))
     assert [term.pool for term in two.log().terms] == [
-        firsts.writer.superblock.uuid,
-        seconds.writer.superblock.uuid,
+        firsts.writer.uuid,
+        seconds.writer.uuid,
     ]
     assert not {9, 10, 11, 12} & {each.step for each in two.log().versions}
     with pytest.raises(StaleError, match=r"step 3, in term 2, at portus://127.0.0.1:\d+"):

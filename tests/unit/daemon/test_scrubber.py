@@ -11,7 +11,7 @@ import pytest
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.pools import Pools
 from portus.reach.daemon.scrubber import Scrubber
-from portus.reach.format.layout import SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import SLOT_OFFSETS
 from tests.hosts import Host, free_port
 from tests.unit.cli.scene import Run
 from tests.unit.daemon.test_main import scraped
@@ -60,7 +60,7 @@ def test_a_pool_in_memory_is_read_too() -> None:
     try:
         Scrubber(pools, counters, 1 << 40)._pass()
         assert counters.now().rot == {"a": 0}
-        for offset in SUPERBLOCK_OFFSETS:
+        for offset in SLOT_OFFSETS:
             hosted.writer.medium.store(offset, b"x")
         Scrubber(pools, counters, 1 << 40)._pass()
         assert counters.now().rot["a"] > 0

@@ -41,14 +41,13 @@ def test_the_document_names_every_tag_of_a_shelf() -> None:
 
 
 def test_the_document_holds_the_zones() -> None:
-    superblock, copy = layout.SUPERBLOCK_OFFSETS
     slots = layout.SLOT_OFFSETS
     for offset, what in (
-        (superblock, "superblock"),
         (slots[0], "root slot 0: even commits"),
         (slots[1], "root slot 1: odd commits"),
         (layout.HOLDER_OFFSET, "holder: who opened the pool for writing last"),
-        (copy, "copy of the superblock"),
+        (slots[2], "copy of root slot 0"),
+        (slots[3], "copy of root slot 1"),
     ):
         assert f"| {offset // PAGE} | {offset} | {what} |" in TEXT
     assert f"| {layout.DATA_START // PAGE} on | {layout.DATA_START} |" in TEXT

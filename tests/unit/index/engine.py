@@ -11,9 +11,10 @@ from portus.engine.format.checksum import UNIT, digest, storage_digest
 from portus.engine.spec import Extent
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
+from portus.reach.index.roots import format_pool
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from tests.contents import table

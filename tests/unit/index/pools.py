@@ -22,7 +22,7 @@ from portus.reach.format.layout import (
     RecordKind,
 )
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import (
     Pointer,
@@ -32,7 +32,7 @@ from portus.reach.index.records import (
     point,
     read,
 )
-from portus.reach.index.roots import Root, read_roots, read_superblock, store_root
+from portus.reach.index.roots import Root, format_pool, read_roots, read_uuid, store_root
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 
@@ -160,7 +160,7 @@ class Forger:
 
     def __init__(self, medium: Medium) -> None:
         self.medium = medium
-        self.uuid = read_superblock(medium).uuid
+        self.uuid = read_uuid(medium)
         self.root = read_roots(medium, self.uuid)[0]
 
     def forge(

@@ -11,11 +11,11 @@ import pytest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError
-from portus.reach.format.layout import SUPERBLOCK_OFFSETS, RecordKind
+from portus.reach.format.layout import SLOT_OFFSETS, RecordKind
 from portus.reach.index.catalogue import newest_catalogue
 from portus.reach.index.check import check
 from portus.reach.index.records import Pointer, read_whole
-from portus.reach.index.roots import store_root, whole_superblock
+from portus.reach.index.roots import read_slots, store_root
 from tests.unit.index.pools import Pool, close_all
 
 
@@ -136,7 +136,7 @@ def test_what_is_stored_over_while_it_is_read_is_not_called_damaged(
 
     medium = cast(Medium, Slow(pool.medium, 2, commit_again_and_again))
     with caplog.at_level(logging.WARNING, "portus"):
-        found = newest_catalogue(medium, pool.writer.superblock.uuid)
+        found = newest_catalogue(medium, pool.writer.uuid)
     assert len(steps) > 1, "it was read with one load"
     assert found.models["a"][-1].info.step in steps
     assert caplog.text == ""
@@ -188,9 +188,9 @@ def test_without_room_a_commit_goes_on_with_one_of_each(
     assert check_of(pool) == []
 
 
-@pytest.mark.parametrize("offset", SUPERBLOCK_OFFSETS)
+@pytest.mark.parametrize("offset", SLOT_OFFSETS)
 @pytest.mark.parametrize("reopen", [False, True])
-def test_a_rotten_superblock_is_restored_from_its_copy(
+def test_a_rotten_root_slot_is_restored_from_its_copy(
     offset: int, reopen: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = Copied()
@@ -200,16 +200,17 @@ def test_a_rotten_superblock_is_restored_from_its_copy(
             pool.reopen()
         else:
             pool.again(4)
-    assert f"superblock at byte {offset} is damaged" in caplog.text
-    blocks = [whole_superblock(pool.medium, each) for each in SUPERBLOCK_OFFSETS]
-    assert blocks == [pool.writer.superblock] * 2
+    assert f"root slot at byte {offset} is damaged" in caplog.text
+    slots = read_slots(pool.medium)
+    assert all(slots)
+    assert slots[:2] == slots[2:]
     pool.again(5)
     assert check_of(pool) == []
 
 
 def test_a_commit_notices_what_others_did_to_the_pool() -> None:
     pool = Copied()
-    uuid = pool.writer.superblock.uuid
+    uuid = pool.writer.uuid
     root = pool.writer.catalogue().root
     other = type(root)(root.sequence + 1, root.next_version, root.size, root.catalogue)
     store_root(pool.medium, uuid, other)
@@ -217,7 +218,7 @@ def test_a_commit_notices_what_others_did_to_the_pool() -> None:
         pool.again(4)
 
     pool = Copied()
-    for offset in SUPERBLOCK_OFFSETS:
+    for offset in SLOT_OFFSETS:
         pool.medium.store(offset, bytes(PAGE))
     with pytest.raises(CorruptionError, match="another program overwrote it"):
         pool.again(4)

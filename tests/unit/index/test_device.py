@@ -11,13 +11,12 @@ import pytest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
-from portus.reach.format.layout import DATA_START, SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import DATA_START, SLOT_OFFSETS
 from portus.reach.index.check import check
-from portus.reach.index.device import is_blank, make_durable, make_pool
 from portus.reach.index.findings import Severity
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.roots import whole_superblock
+from portus.reach.index.roots import format_pool, is_blank, read_slots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from tests.simulation import lines
@@ -57,15 +56,14 @@ def device(content: bytes = b"") -> Callable[[], CrashFiles]:
 def make_if_blank(files: CrashFiles, report: Callable[[str], None]) -> None:
     medium = lines.open_device(files, DEVICE)
     if is_blank(medium):
-        make_pool(medium)
-    make_durable(medium)
-    report(MADE)
+        format_pool(medium)
     PoolWriter(medium, ProcessLocks())
+    report(MADE)
 
 
 def make_anyway(files: CrashFiles, report: Callable[[str], None]) -> None:
     report(BEGUN)
-    make_pool(lines.open_device(files, DEVICE))
+    format_pool(lines.open_device(files, DEVICE))
     report(MADE)
 
 
@@ -88,7 +86,7 @@ def blank_or_a_pool(files: CrashFiles, facts: Sequence[str]) -> None:
 def old_pool() -> bytes:
     """A device that holds a pool with two versions."""
     medium = memory(SIZE)
-    make_pool(medium)
+    format_pool(medium)
     writer = PoolWriter(medium, ProcessLocks())
     for step in (1, 2):
         save(writer, "a", step, [bytes([step]) * 5000])
@@ -128,7 +126,7 @@ def test_a_pool_is_never_taken_for_blank_and_made_anew_by_force_alone() -> None:
                 return
             assert ids in ({1, 2}, {1}, set())
             return
-        make_pool(medium)
+        format_pool(medium)
         assert_pool(medium)
 
     found = Explorer(
@@ -152,7 +150,7 @@ def test_zeros_are_blank(medium: Memory) -> None:
     assert is_blank(medium)
 
 
-@pytest.mark.parametrize("offset", [0, 512, 1024, PAGE, 3 * PAGE, 5 * PAGE, DATA_START - 1])
+@pytest.mark.parametrize("offset", [0, 512, 1024, PAGE, 3 * PAGE, 6 * PAGE, DATA_START - 1])
 def test_what_somebody_else_wrote_is_not_blank(medium: Memory, offset: int) -> None:
     medium.store(offset, b"x")
     assert not is_blank(medium)
@@ -163,10 +161,10 @@ def test_a_device_without_room_for_a_header_is_refused() -> None:
         is_blank(memory(DATA_START - 1))
 
 
-def test_a_pool_that_holds_something_is_not_blank_without_its_first_superblock() -> None:
+def test_a_pool_that_holds_something_is_not_blank_without_its_first_page() -> None:
     medium = memory(SIZE)
     medium.store(0, old_pool())
-    medium.store(SUPERBLOCK_OFFSETS[0], bytes(PAGE))
+    medium.store(0, bytes(PAGE))
     assert not is_blank(medium)
     assert PoolReader(medium, ProcessLocks()).catalogue().ids() == {1, 2}
 
@@ -174,22 +172,24 @@ def test_a_pool_that_holds_something_is_not_blank_without_its_first_superblock()
 def test_a_pool_is_not_blank_whichever_byte_of_its_header_is_damaged() -> None:
     content = bytearray(old_pool())
     tried = 0
-    for offset in (*range(128), *range(PAGE, PAGE + 128), *range(4 * PAGE, 4 * PAGE + 128)):
+    for offset in (at + byte for at in SLOT_OFFSETS for byte in range(128)):
         medium = memory(SIZE)
         medium.store(0, bytes(content))
         medium.store(offset, bytes([content[offset] ^ 0xFF]))
         assert not is_blank(medium), f"byte {offset}"
         medium.close()
         tried += 1
-    assert tried == 384
+    assert tried == 512
 
 
 def test_making_a_pool_touches_nothing_behind_its_header() -> None:
     data = random.Random(1).randbytes(SIZE)
     medium = memory(SIZE)
     medium.store(0, data)
-    make_pool(medium)
+    format_pool(medium)
     found = bytearray(SIZE)
     medium.load(0, memoryview(found))
     assert found[DATA_START:] == data[DATA_START:]
-    assert whole_superblock(medium, 0) == whole_superblock(medium, 4 * PAGE) is not None
+    slots = read_slots(medium)
+    assert all(slots)
+    assert slots[:2] == slots[2:]

@@ -17,7 +17,8 @@ from portus.reach.format.layout import DATA_START
 from portus.reach.index.check import check
 from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.roots import format_pool
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from tests.unit.index.engine import save

@@ -16,13 +16,13 @@ from portus.engine.copying.segments import Stop
 from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import BusyError, CorruptionError, MediumError, StaleError, UsageError
-from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, SUPERBLOCK_OFFSETS
+from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS
 from portus.reach.index.check import check
 from portus.reach.index.directory import WRITERS, create_pool, open_reader
 from portus.reach.index.messages import read_failure, read_holder, store_failure
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.roots import read_roots
+from portus.reach.index.roots import format_pool, read_roots
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks, ProcessLocks
 from portus.reach.media.space import Memory
@@ -43,7 +43,7 @@ def test_what_is_committed_comes_back_from_a_fresh_reader() -> None:
     found = reader_of(pool)
     (entry,) = found.catalogue().entries()
     assert entry.info == record.info
-    assert (entry.info.step, entry.info.model, entry.info.commit) == (-3, "ä model", 1)
+    assert (entry.info.step, entry.info.model, entry.info.commit) == (-3, "ä model", 2)
     assert stored(found, found.record(entry)) == data
 
 
@@ -153,7 +153,7 @@ def test_a_writer_that_opens_leaves_alone_what_a_reader_pins_since_the_writer_be
         record = reader.record(entry)
         pool.retire([first.info.id])
         save(pool, [b"second"])
-        pool.locks.release_writer()  # killed; only the reader knows of the first version now
+        # The writer is killed: only the reader knows of the first version now.
         again = PoolWriter(medium, locks)
         last: list[int] = []
         for step in range(6):
@@ -183,7 +183,7 @@ def test_two_threads_that_make_a_pool_at_the_same_path_make_one(tmp_path: Path) 
     def make() -> None:
         create_pool(path, LocalFiles())
         with contextlib.closing(open_reader(path)) as reader:
-            found.append(reader.superblock.uuid)
+            found.append(reader.uuid)
 
     def make_in_between() -> None:
         other = threading.Thread(target=make)
@@ -266,8 +266,8 @@ class Asked(ProcessLocks):
 
     act: Callable[[], object] = staticmethod(lambda: None)
 
-    def is_pinned(self, version: int) -> bool:
-        found = super().is_pinned(version)
+    def pins(self) -> set[int]:
+        found = super().pins()
         act, self.act = self.act, lambda: None
         act()
         return found
@@ -339,36 +339,44 @@ def test_a_damaged_newest_root_leads_to_the_one_before_and_is_said(
     with caplog.at_level(logging.ERROR, "portus"):
         steps = [entry.info.step for entry in reader_of(pool).catalogue().entries()]
     assert steps == [1]
-    assert "commit 2 is damaged" in caplog.text
+    assert "commit 3 is damaged" in caplog.text
 
 
 def test_both_roots_damaged_is_corruption_not_an_empty_pool() -> None:
     pool = writer()
     save(pool, [b"one"])
     for offset in SLOT_OFFSETS:
-        _flip(pool, offset + 8)
+        _flip(pool, offset + 40)
     with pytest.raises(CorruptionError, match="both root slots"):
-        reader_of(pool).catalogue()
+        reader_of(pool)
 
 
-def test_the_second_superblock_serves_when_the_first_is_damaged() -> None:
+def test_each_slot_serves_when_the_others_are_damaged() -> None:
     pool = writer()
     save(pool, [b"one"], step=1)
-    _flip(pool, SUPERBLOCK_OFFSETS[0] + 50)
-    assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
-    _flip(pool, SUPERBLOCK_OFFSETS[1] + 50)
-    with pytest.raises(CorruptionError, match="superblock"):
-        reader_of(pool)
+    pool.look()
+    pool._commit_again()
+    for kept in SLOT_OFFSETS:
+        lost = [offset for offset in SLOT_OFFSETS if offset != kept]
+        for offset in lost:
+            _flip(pool, offset + 50)
+        assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
+        for offset in lost:
+            _flip(pool, offset + 50)
 
 
 def test_what_a_first_commit_left_in_its_slot_is_gone_once_somebody_opens() -> None:
     medium = Memory(DATA_START)
     format_pool(medium)
-    medium.store(SLOT_OFFSETS[1] + 64, b"the second line of a root that was only tried")
+    rest = b"the second line of a root that was only tried"
+    for offset in SLOT_OFFSETS[::2]:
+        medium.store(offset + 64, rest)
     PoolWriter(medium, ProcessLocks())
-    found = bytearray(SLOT.size)
-    medium.load(SLOT_OFFSETS[1], memoryview(found))
-    assert not any(found)
+    for offset in SLOT_OFFSETS:
+        found = bytearray(SLOT.size)
+        medium.load(offset, memoryview(found))
+        assert rest not in found
+        assert any(found)
 
 
 def test_no_pool_at_all_is_said() -> None:
@@ -414,9 +422,8 @@ def test_a_second_writer_is_refused_with_the_holder_named(tmp_path: Path) -> Non
     with pytest.raises(BusyError):
         PoolWriter(medium, second, timeout_s=0.05)
     assert "pid" in read_holder(medium)
-    pool.locks.release_writer()
+    pool.locks.close()
     PoolWriter(medium, second, timeout_s=0.05)
-    first.close()
     second.close()
 
 
@@ -449,7 +456,7 @@ def test_a_failed_persist_leaves_every_older_version_and_ends_writing() -> None:
     failing[0] = False
     with pytest.raises(MediumError):
         save(pool, [b"never retried"])
-    (root, _) = read_roots(medium, pool.superblock.uuid)
+    (root, _) = read_roots(medium, pool.uuid)
     assert root.sequence == record.info.commit
     assert stored(reader_of(pool), record) == [b"old"]
 

@@ -75,7 +75,7 @@ def test_who_waits_for_a_pool_that_a_third_one_makes_anew_opens_the_new_one(pool
     holder.close()
     waiting.join()
     with contextlib.closing(LocalFiles().open(str(pool), writable=False)) as medium:
-        assert found[0].superblock.uuid != holder.superblock.uuid
+        assert found[0].uuid != holder.uuid
         assert found[0].medium.size == medium.size
     WRITERS.close(found[0])
 

@@ -22,8 +22,9 @@ from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, MediumError, StaleError, TransportError, UsageError
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.directory import open_reader
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry
+from portus.reach.index.roots import format_pool
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from portus.reach.mirror.fetching import fetch_version
@@ -89,7 +90,7 @@ class Run:
         return list(self.reader.catalogue().entries())
 
     def claim(self) -> None:
-        self.mirror.claim("a test", self.reader.superblock.uuid, 0)
+        self.mirror.claim("a test", self.reader.uuid, 0)
 
     def copy(self, index: int) -> Added:
         return self.mirror.copy(self.reader, self.entries[index].info.id, Stop()).added
@@ -413,7 +414,7 @@ def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
     assert not other.suspects()
     found = other.read().newest
     assert found is not None
-    assert (found.token, found.term, found.commit) == (added[2].token, 1, 3)
+    assert (found.token, found.term, found.commit) == (added[2].token, 1, 4)
     assert same(loaded_by(run, found), state_of(3))
     writer.close()
 
@@ -425,10 +426,10 @@ def loaded_by(run: Run, added: Added) -> object:
 def test_an_old_version_that_is_mirrored_late_is_not_the_newest(run: Run) -> None:
     run.claim()
     newest = run.copy(2)
-    assert run.copy(0).commit == 1
+    assert run.copy(0).commit == 2
     assert run.mirror.read().newest == newest
     other = Mirror(run.bucket, MODEL)
-    other.claim("the same pool, later", run.reader.superblock.uuid, 3)
+    other.claim("the same pool, later", run.reader.uuid, 3)
     other.copy(run.reader, run.entries[1].info.id, Stop())
     assert other.state.newest == newest
 
@@ -475,10 +476,10 @@ def test_what_a_training_goes_on_from_is_the_pool_unless_its_history_was_left_be
     old, new = bytes(16), b"\1" * 16
     versions = [entry.info for entry in run.entries]
     assert not run.mirror.read().is_ahead_of(old, []), "nothing is mirrored"
-    run.mirror.claim("a test", run.reader.superblock.uuid, 0)
+    run.mirror.claim("a test", run.reader.uuid, 0)
     run.copy(1)
     state = run.mirror.read()
-    uuid = run.reader.superblock.uuid
+    uuid = run.reader.uuid
     assert not state.is_ahead_of(uuid, versions), "the pool has one that is newer"
     assert not state.is_ahead_of(uuid, versions[:2]), "it is the same one"
     assert state.is_ahead_of(uuid, versions[:1])
@@ -554,7 +555,7 @@ def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_n
     caplog.set_level(logging.WARNING)
     with serving(tmp_path / "host") as server, contextlib.closing(HostStore(url(server), "")) as to:
         mirror = Mirror(to, MODEL)
-        mirror.claim("a test", run.reader.superblock.uuid, 0)
+        mirror.claim("a test", run.reader.uuid, 0)
         added = mirror.copy(run.reader, run.entries[0].info.id, Stop()).added
         assert mirror.find_damage(added, lambda _: None) == {}
         mirror.check(added, lambda _: None)

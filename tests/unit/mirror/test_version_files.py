@@ -86,7 +86,7 @@ class Scene:
 
     def copy(self) -> list[Added]:
         """Mirror all versions."""
-        self.mirror.claim("a test", self.reader.superblock.uuid, 0)
+        self.mirror.claim("a test", self.reader.uuid, 0)
         entries = list(self.reader.catalogue().entries())
         return [self.mirror.copy(self.reader, each.info.id, Stop()).added for each in entries]
 
@@ -196,7 +196,7 @@ def test_what_is_removed_goes_with_its_files_once_nobody_reads_them(scene: Scene
     scene.mirror.note([Removed(first.token), Removed(third.token)])
     assert len(scene.objects()) == 4
     scene.mirror.collect(0.0)
-    scene.mirror.claim("another", scene.reader.superblock.uuid, 0)
+    scene.mirror.claim("another", scene.reader.uuid, 0)
     scene.mirror.collect(0.0)
     assert [*scene.objects()] == ["step=2.ckpt"]
     assert not scene.mirror.find_damage(second, lambda _: None)
@@ -218,7 +218,7 @@ def test_a_file_that_arrived_is_not_sent_again_after_a_failure(
     is_up = False
     monkeypatch.setattr(Folder, "put_stream", put_stream)
     monkeypatch.setattr("portus.reach.mirror.model_objects.ABREAST", 1)
-    scene.mirror.claim("a test", scene.reader.superblock.uuid, 0)
+    scene.mirror.claim("a test", scene.reader.uuid, 0)
     third = [*scene.reader.catalogue().entries()][2].info.id
     for _ in range(3):
         with contextlib.suppress(TransportError):
@@ -238,7 +238,7 @@ def test_a_version_that_is_damaged_in_the_pool_is_not_mirrored(scene: Scene) -> 
     data[extent.offset] ^= 1
     pool.write_bytes(data)
     scene.reader = open_reader(str(pool))
-    scene.mirror.claim("a test", scene.reader.superblock.uuid, 0)
+    scene.mirror.claim("a test", scene.reader.uuid, 0)
     with pytest.raises(CorruptionError, match="it is not mirrored"):
         scene.mirror.copy(scene.reader, entry.info.id, Stop())
     assert scene.objects() == {}
@@ -319,7 +319,7 @@ def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over
 ) -> None:
     """Its first entry is there, and would be the same as the second: the clock stands still."""
     [first, second, *_] = list(scene.reader.catalogue().entries())
-    scene.mirror.claim("who is superseded", scene.reader.superblock.uuid, 0)
+    scene.mirror.claim("who is superseded", scene.reader.uuid, 0)
     scene.mirror.copy(scene.reader, first.info.id, Stop())
     monkeypatch.setattr(time, "time_ns", lambda: 1)
     create = scene.store.create
@@ -333,7 +333,7 @@ def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over
         with pytest.raises(TransportError):
             scene.mirror.collect(grace_s=-10.0)
     other = scene.of_mirror()
-    other.claim("who took over", scene.reader.superblock.uuid, 0)
+    other.claim("who took over", scene.reader.uuid, 0)
     added = other.copy(scene.reader, second.info.id, Stop()).added
     with pytest.raises(SupersededError):
         scene.mirror.collect(grace_s=-10.0)

@@ -27,8 +27,9 @@ from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.settings.keep import Keep
 from portus.reach.format.layout import DATA_START
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionRecord
+from portus.reach.index.roots import format_pool
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from portus.reach.versions.pool_draft import PoolDraft

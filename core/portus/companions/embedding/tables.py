@@ -218,7 +218,7 @@ class ProtectedTraining:
     @property
     def identity(self) -> str:
         """The UUID of the pool, in hex."""
-        return self._pool.superblock.uuid.hex()
+        return self._pool.uuid.hex()
 
     @property
     def optimizer_kinds(self) -> list[str]:

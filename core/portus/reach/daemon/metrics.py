@@ -46,7 +46,7 @@ _GAUGES: Final[Numbers] = {
 _TOTALS: Final[Numbers] = {
     "commits": (
         "commits of the pool since it was made; several saves may share one",
-        lambda each: each.writer.catalogue().root.sequence,
+        lambda each: each.writer.catalogue().root.sequence - 1,
     ),
     "persist_seconds": (
         "time that commits spent in persists",

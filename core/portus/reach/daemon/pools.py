@@ -31,8 +31,9 @@ from portus.reach.index.directory import (
     writer_of,
 )
 from portus.reach.index.place import Place
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import format_pool
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import DirectoryLock, ProcessLocks

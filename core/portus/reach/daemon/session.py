@@ -151,7 +151,7 @@ class ServedConnection:
         house.places.prove(self.place, tenant)
         hosted = house.pools.of(tenant)
         proof = prove("host", secret, tenant, hello.nonce, nonce) if secret else b""
-        info, uuid = hosted.writer.medium.info, hosted.writer.superblock.uuid
+        info, uuid = hosted.writer.medium.info, hosted.writer.uuid
         verbs = not house.fabric.why_not(link)
         link.send(said.Welcome(proof, uuid, info.name, info.volatile, info.granularity, verbs))
         house.counters.add("connections")

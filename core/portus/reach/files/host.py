@@ -29,7 +29,6 @@ from portus.errors import (
 from portus.reach.index.catalogue import Catalogue, newest_catalogue
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord, decode_version
-from portus.reach.index.roots import Superblock, read_superblock
 from portus.reach.mirror.commit_numbers import REPLICA
 from portus.reach.mirror.objects import LOG, prefix_of
 from portus.reach.protocol import messages as said
@@ -103,21 +102,19 @@ class HostPool(PoolReader):
             raise
 
     @property
-    def superblock(self) -> Superblock:
-        """The superblock of the host's pool, which a restart replaces if it is in memory."""
-        if self._superblock.uuid != self.links.welcome.uuid:
-            self._superblock = read_superblock(self.medium)
-        return self._superblock
+    def uuid(self) -> bytes:
+        """The identity of the host's pool, which a restart replaces if it is in memory."""
+        return self.links.welcome.uuid
 
     def catalogue(self) -> Catalogue:
         """Return the present catalogue. Fetches no unchanged part again."""
         while True:  # ends: in each turn but the last the host was restarted
-            before, uuid = self.newest, self.superblock.uuid
+            before, uuid = self.newest, self.uuid
             known = self._known[1] if self._known[0] == uuid else None
             try:
                 found = newest_catalogue(self.medium, uuid, known)
             except CorruptionError:
-                if self.superblock.uuid == uuid:
+                if self.uuid == uuid:
                     raise
                 continue  # it has another pool now, in its memory
             self._known = uuid, found
@@ -507,7 +504,7 @@ class HostDraft:
         while time.monotonic() < until_s:
             try:
                 # Asked first: a commit between the two is found.
-                has_ended = not self._pool.locks.has_writer()
+                has_ended = not self._pool.standing().saves
                 record = self._pool.record_of(token)
                 if record is not None:
                     return record

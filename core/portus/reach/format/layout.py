@@ -15,13 +15,13 @@ from portus.engine.spec import PAGE
 FORMAT_VERSION: Final = 1
 KIND_VERSION: Final = 1
 MAGIC: Final = b"PORTUS POOL\r\n\x1a\n\x00"
-ROOT_MAGIC: Final = b"PORTROOT"
 RECORD_MAGIC: Final = b"PREC"
 ENTRY_MAGIC: Final = b"PLOG"
 
-SUPERBLOCK_OFFSETS: Final = (0 * PAGE, 4 * PAGE)
-SLOT_OFFSETS: Final = (1 * PAGE, 2 * PAGE)
-HOLDER_OFFSET: Final = 3 * PAGE
+SLOT_OFFSETS: Final = (0 * PAGE, 1 * PAGE, 4 * PAGE, 5 * PAGE)
+"""Slots 0 and 1, then their copies."""
+
+HOLDER_OFFSET: Final = 2 * PAGE
 HOLDER_SIZE: Final = 512
 DATA_START: Final = 8 * PAGE
 
@@ -44,46 +44,21 @@ class RecordKind(enum.IntEnum):
     VERSION = 2
 
 
-SUPERBLOCK: Final = Record(
-    "superblock",
-    128,
-    (
-        Field("magic", "16s", "`PORTUS POOL` CR LF 1A LF 00"),
-        Field("format_version", "I", "1"),
-        Field("page_size", "I", "4096"),
-        Field("compat", "Q", "feature bits that an old program may ignore"),
-        Field("read_only_compat", "Q", "feature bits that an old program may read but not write"),
-        Field("incompat", "Q", "feature bits that an old program must refuse"),
-        Field(
-            "uuid",
-            "16s",
-            "names this pool: random",
-        ),
-        Field("created_ns", "Q", "Unix time in nanoseconds"),
-        Field("reserved", "40s", "zero"),
-        Field("digest", "16s", "of the 112 bytes before"),
-    ),
-)
-
 SLOT: Final = Record(
     "root slot",
-    104,
+    120,
     (
-        Field("magic", "8s", "`PORTROOT`"),
-        Field(
-            "sequence",
-            "Q",
-            "the commit number; of a pool to which nothing was committed 0, or, if it continues "
-            "another pool, an even number above that one's commits",
-        ),
+        Field("magic", "16s", "`PORTUS POOL` CR LF 1A LF 00"),
+        Field("format_version", "Q", "1"),
+        Field("uuid", "16s", "names this pool: random"),
+        Field("sequence", "Q", "the commit number; a pool just made has 0 and 1"),
         Field("next_version", "Q", "the id that the next version gets; over every id below"),
         Field("size", "Q", "bytes of the pool that this root may reach into"),
-        Field("uuid", "16s", "that of the superblock"),
         Field("catalogue_offset", "Q", "catalogue record; 0 when there is none yet"),
         Field("catalogue_length", "Q", "its bytes, header included"),
         Field("catalogue_digest", "16s", "its digest"),
         Field("catalogue_copy", "Q", "its copy; 0 when there is none"),
-        Field("digest", "16s", "of the 88 bytes before"),
+        Field("digest", "16s", "of the 104 bytes before"),
     ),
 )
 
@@ -97,7 +72,7 @@ HEADER: Final = Record(
         Field("reserved", "Q", "zero"),
         Field("length", "Q", "bytes of payload that follow"),
         Field("commit", "Q", "the commit that wrote it"),
-        Field("uuid", "16s", "that of the superblock"),
+        Field("uuid", "16s", "that of the pool"),
         Field("digest", "16s", "of the 48 bytes before and the payload"),
     ),
 )
@@ -155,4 +130,4 @@ BUNCH: Final = Record(
     ),
 )
 
-TABLES: Final = (SUPERBLOCK, SLOT, HEADER, STORAGE, EXTENT, UNIT_DIGEST, LOG_ENTRY, BUNCH)
+TABLES: Final = (SLOT, HEADER, STORAGE, EXTENT, UNIT_DIGEST, LOG_ENTRY, BUNCH)

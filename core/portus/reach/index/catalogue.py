@@ -20,7 +20,7 @@ from portus.reach.index.records import (
     decode_version,
     read,
 )
-from portus.reach.index.roots import Root, read_roots
+from portus.reach.index.roots import Root, lost_roots, read_roots
 from portus.reach.index.space import Runs, extents_runs, runs_of
 
 _log: Final = logging.getLogger("portus")
@@ -101,10 +101,7 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
     for _ in range(_RETRIES_MAX):
         roots = read_roots(medium, uuid)
         if not roots:
-            raise CorruptionError(
-                f"{medium.info.name}: both root slots are damaged; `portus rescue "
-                f"{medium.info.name}` lists what is intact"
-            )
+            raise lost_roots(medium)
         if known is not None and known.root == roots[0]:
             return known
         damage: list[str] = []

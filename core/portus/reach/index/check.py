@@ -27,8 +27,7 @@ from portus.reach.index.check_catalogue import (
     Subject,
     check_catalogues,
     check_fixed_pages,
-    check_root,
-    load_slots,
+    settled_slots,
 )
 from portus.reach.index.check_reach import check_reach
 from portus.reach.index.check_version import BATCH, Bytes, CheckedVersion, Flags, Versions
@@ -37,8 +36,7 @@ from portus.reach.index.findings import RULES, Finding, Findings, Severity
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
-from portus.reach.index.rescue import next_catalogue
-from portus.reach.index.roots import find_damaged_slot, read_roots
+from portus.reach.index.roots import read_roots
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 from portus.reach.media.pool import Locks
@@ -149,35 +147,12 @@ def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Findi
         return findings.all
     standing = check_catalogues(medium, uuid, findings)
     subject = Subject(medium, uuid, findings)
-    _look_ahead(subject, standing)
     pins = _Pins(subject, standing, locks)
     seen = _look(subject, standing, pins, look.only)
     check_reach(seen, standing.runs.values(), findings)
     if look.data:
         _read_bytes(subject, seen, pins, look)
     return findings.all
-
-
-def _look_ahead(subject: Subject, standing: ReachableVersions) -> None:
-    """Add a finding for a damaged slot whose commit is intact. Otherwise the slot may be the trace
-    of a crash in a commit."""
-    medium, uuid = subject.medium, subject.uuid
-    slot = find_damaged_slot(medium, uuid, standing.roots[0]) if standing.roots else None
-    if slot is None:
-        return
-    try:
-        found = next_catalogue(medium, uuid, read_catalogue(medium, standing.roots[0]))
-    except CorruptionError:
-        return  # its damage was found already
-    if found is not None and load_slots(medium, standing.slots) == standing.slots:
-        subject.findings.mend(
-            "F3",
-            f"root slot {slot}",
-            f"the root of commit {found.root.sequence}",
-            "something else; that commit is intact and nothing is lost: the next process that "
-            "opens the pool for writing repairs it, and so does `portus rescue --in-place`",
-        )
-        check_root(subject, standing, found.root)
 
 
 def _look(
@@ -224,7 +199,7 @@ class _Pins:
 
     def __init__(self, subject: Subject, standing: ReachableVersions, locks: Locks) -> None:
         self._subject: Final = subject
-        self._slots = standing.slots
+        self._places = standing.places
         self._there = frozenset(standing.entries)
         self._locks: Final = locks
 
@@ -245,10 +220,10 @@ class _Pins:
 
     def _is_there(self, version: int) -> bool:
         for _ in range(_RETRIES_MAX):
-            slots = load_slots(self._subject.medium, self._slots)
-            if slots == self._slots:
+            places = settled_slots(self._subject.medium, self._places)
+            if places == self._places:
                 return version in self._there
-            self._there, self._slots = self._reachable_ids(), slots
+            self._there, self._places = self._reachable_ids(), places
         raise StaleError(
             f"{self._subject.medium.info.name}: commits came faster than they could be read; "
             "try again"

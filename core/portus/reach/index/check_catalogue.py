@@ -16,18 +16,21 @@ from portus.reach.format.layout import (
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
-    MAGIC,
     RECORD_MAGIC,
-    ROOT_MAGIC,
     SLOT,
     SLOT_OFFSETS,
-    SUPERBLOCK,
-    SUPERBLOCK_OFFSETS,
     RecordKind,
 )
 from portus.reach.index.findings import Findings
 from portus.reach.index.records import Pointer, VersionEntry, decode_catalogue, read_whole
-from portus.reach.index.roots import Root, read_roots, read_superblock, unpack_whole
+from portus.reach.index.roots import (
+    Root,
+    Slot,
+    load_slots,
+    newest_roots,
+    read_slots,
+    unpack_slots,
+)
 
 _RETRIES_MAX: Final = 1000
 """Times that the catalogues are read again because a writer committed meanwhile, at most."""
@@ -69,10 +72,11 @@ class FramedRecord:
 class ReachableVersions:
     """Everything that the intact roots reach, read while they did not change.
 
-    ``bounds``: for each version, the least size of a root that reaches it.
+    ``places``: the bytes of all places of slots. ``bounds``: for each version, the least size of a
+    root that reaches it.
     """
 
-    slots: bytes
+    places: list[bytes]
     roots: list[Root] = field(default_factory=list)
     entries: dict[int, VersionEntry] = field(default_factory=dict)
     bounds: dict[int, int] = field(default_factory=dict)
@@ -80,7 +84,8 @@ class ReachableVersions:
 
 
 def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
-    """Check pages 0 to 7, except the root slots. Return the pool's uuid, or None if it is unknown.
+    """Check pages 0 to 7, except what the root slots hold. Return the pool's uuid, or None if it is
+    unknown.
 
     Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
     """
@@ -88,32 +93,26 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
         findings.error("F1", medium.info.name, f"{DATA_START} bytes or more", f"{medium.size}")
         return None
     pages = load(medium, 0, DATA_START)
-    copies = [pages[offset : offset + SUPERBLOCK.size] for offset in SUPERBLOCK_OFFSETS]
-    whole = [unpack_whole(SUPERBLOCK, copy, MAGIC) for copy in copies]
-    for offset, good in zip(SUPERBLOCK_OFFSETS, whole, strict=True):
-        if not good:
-            say = findings.mend if any(whole) else findings.error
-            say("F1", f"superblock at byte {offset}", "its magic and digest", "something else")
-    if all(whole) and copies[0] != copies[1]:
-        findings.error("F1", "superblock", "two equal copies", "two that differ")
     _check_padding(pages, findings)
-    if not any(whole):
-        return None
-    for row in filter(None, whole):
-        zeros(findings, "superblock, reserved", cast(bytes, row["reserved"]))
-    return read_superblock(medium).uuid
+    found = read_slots(medium)
+    for slot in filter(None, found):
+        return slot.uuid
+    for offset in SLOT_OFFSETS:
+        findings.error(
+            "F1", f"root slot at byte {offset}", "its magic and digest", "something else"
+        )
+    return None
 
 
 def _check_padding(pages: bytes, findings: Findings) -> None:
-    for offset in SUPERBLOCK_OFFSETS:
-        zeros(findings, f"page {offset // PAGE}", pages[offset + SUPERBLOCK.size : offset + PAGE])
     for offset in SLOT_OFFSETS:
         zeros(findings, f"page {offset // PAGE}", pages[offset + SLOT.size : offset + PAGE])
     holder = pages[HOLDER_OFFSET : HOLDER_OFFSET + PAGE]
     text = holder[:HOLDER_SIZE].split(b"\0")[0]
     zeros(findings, f"page {HOLDER_OFFSET // PAGE}, after the text", holder[len(text) :])
-    last = max(*SUPERBLOCK_OFFSETS, *SLOT_OFFSETS, HOLDER_OFFSET) + PAGE
-    zeros(findings, f"pages {last // PAGE} to {DATA_START // PAGE - 1}", pages[last:DATA_START])
+    used = {offset // PAGE for offset in (*SLOT_OFFSETS, HOLDER_OFFSET)}
+    for page in {*range(DATA_START // PAGE)} - used:
+        zeros(findings, f"page {page}", pages[page * PAGE : (page + 1) * PAGE])
 
 
 def zeros(findings: Findings, where: str, data: bytes | memoryview) -> None:
@@ -133,76 +132,68 @@ def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> Reachab
     """
     for _ in range(_RETRIES_MAX):
         fresh = Findings()
-        standing = ReachableVersions(load_slots(medium))
+        standing = ReachableVersions(settled_slots(medium))
         _check_slots(Subject(medium, uuid, fresh), standing)
         for root in standing.roots:
             _Listing(Subject(medium, uuid, fresh), standing, root).read()
-        if load_slots(medium, standing.slots) == standing.slots:
+        if settled_slots(medium, standing.places) == standing.places:
             findings.extend(fresh)
             return standing
     raise StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
 
 
-def check_root(subject: Subject, standing: ReachableVersions, root: Root) -> None:
-    """Add all that another root reaches, which no slot holds."""
-    standing.roots.append(root)
-    _Listing(subject, standing, root).read()
-
-
-def load_slots(medium: Medium, seen: bytes | None = None) -> bytes:
-    """Return both root slots. Wait for one that is being stored, unless they are the same as
-    ``seen``, which was waited for before."""
+def settled_slots(medium: Medium, seen: Sequence[bytes] = ()) -> list[bytes]:
+    """Return all places of root slots. Wait for one that is being stored, unless they are the same
+    as ``seen``, which was waited for before."""
     for _ in range(_TORN_RETRIES):
-        slots = b"".join(load(medium, offset, SLOT.size) for offset in SLOT_OFFSETS)
-        if slots == seen:
-            break
-        if all(unpack_whole(SLOT, slot, ROOT_MAGIC) or not any(slot) for slot in _split(slots)):
+        places = load_slots(medium)
+        whole = all(unpack_slots(medium.info.name, places)) and places[:2] == places[2:]
+        if whole or places == seen:
             break
         time.sleep(_TORN_PAUSE_S)
-    return slots
-
-
-def _split(slots: bytes) -> tuple[bytes, bytes]:
-    return slots[: SLOT.size], slots[SLOT.size :]
+    return places
 
 
 def _check_slots(subject: Subject, standing: ReachableVersions) -> None:
-    findings = subject.findings
-    torn = [_check_slot(subject, index, slot) for index, slot in enumerate(_split(standing.slots))]
-    standing.roots = read_roots(subject.medium, subject.uuid)
-    first_commit_to_come = [root.is_first for root in standing.roots] == [True]
-    if all(torn) and not standing.roots:
-        findings.error("F3", "root slots", "at least one whole one", "both torn")
-        return
-    for index, (bad, slot) in enumerate(zip(torn, _split(standing.slots), strict=True)):
-        if bad and not (index == 1 and first_commit_to_come and not any(slot)):
+    findings, size = subject.findings, subject.medium.size
+    slots = unpack_slots(subject.medium.info.name, standing.places)
+    standing.roots = newest_roots(slots, subject.uuid)
+    for number, found in enumerate(slots):
+        other = slots[(number + 2) % 4]
+        where = f"root slot {number % 2} at byte {SLOT_OFFSETS[number]}"
+        if found is None and other is None:
             findings.warning(
-                "F3",
-                f"root slot {index} at byte {SLOT_OFFSETS[index]}",
-                "a whole one (it may be torn after a crash, until the next commit)",
-                "a torn one" if any(slot) else "zeros",
-            )
+                "F1", where, "a whole one (it may be torn after a crash, until the next commit)",
+                "a torn one, and so is its copy",
+            )  # fmt: skip
+        elif found is None:
+            findings.mend(
+                "F1", where, "a whole one",
+                "a torn one; its copy is whole and nothing is lost: the next process that opens "
+                "the pool for writing repairs it, and so does `portus rescue --in-place`",
+            )  # fmt: skip
+        else:
+            _check_slot(subject, where, number % 2, found)
+    if all(slots) and standing.places[:2] != standing.places[2:]:
+        findings.warning(
+            "F1", "root slots", "equal copies (they may differ after a crash)", "others"
+        )
+    findings.require(bool(standing.roots), "F1", "root slots", "at least one whole one", "none")
     if len(standing.roots) == 2:
         _check_order(findings, *standing.roots)
     for root in standing.roots:
-        size = subject.medium.size
         where = f"root of commit {root.sequence}"
         findings.require(root.size <= size, "F5", where, f"size up to {size}", f"{root.size}")
 
 
-def _check_slot(subject: Subject, index: int, slot: bytes) -> bool:
-    """Return whether a slot is torn, and add a finding if it is intact and wrong."""
-    row = unpack_whole(SLOT, slot, ROOT_MAGIC)
-    if row is None:
-        return True
-    where = f"root slot {index} at byte {SLOT_OFFSETS[index]}"
-    uuid, sequence = cast(bytes, row["uuid"]), cast(int, row["sequence"])
-    findings = subject.findings
+def _check_slot(subject: Subject, where: str, number: int, found: Slot) -> None:
+    (uuid, root), findings = found, subject.findings
     findings.require(
         uuid == subject.uuid, "F3", where, f"pool {subject.uuid.hex()}", f"pool {uuid.hex()}"
     )
-    findings.require(sequence % 2 == index, "F3", where, f"parity {index}", f"commit {sequence}")
-    return False
+    findings.require(
+        root.slot == number, "F3", where, f"parity {number}", f"commit {root.sequence}"
+    )
 
 
 def _check_order(findings: Findings, newer: Root, older: Root) -> None:

@@ -23,11 +23,11 @@ from portus.engine.copying import native
 from portus.engine.media.process import NUMBERS
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import DATA_START
-from portus.reach.index import device
 from portus.reach.index.messages import read_holder, store_failure
 from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
-from portus.reach.index.pool import PoolWriter, format_pool
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
+from portus.reach.index.roots import format_pool, is_blank
 from portus.reach.media.dax import is_device
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
@@ -95,7 +95,7 @@ def journal_directory(pool_path: str) -> str:
         return os.path.splitext(pool_path)[0] + JOURNAL_SUFFIX
     reader = open_reader(pool_path)
     try:
-        uuid = reader.superblock.uuid.hex()
+        uuid = reader.uuid.hex()
     finally:
         reader.close()
     return os.path.join(state_directory(), uuid + JOURNAL_SUFFIX)
@@ -142,7 +142,7 @@ def has_pool(path: str, files: FileSystem | None = None) -> bool:
         return os.path.exists(path)
     medium = (files or LocalFiles()).open(path, writable=False)
     try:
-        return not device.is_blank(medium)
+        return not is_blank(medium)
     finally:
         medium.close()
 
@@ -192,9 +192,9 @@ def format_device(path: str, files: FileSystem, *, force: bool = False) -> bool:
         undo.callback(lock(path, files).close)
         medium = files.open(path, writable=True)
         undo.callback(medium.close)
-        if not force and not device.is_blank(medium):
+        if not force and not is_blank(medium):
             return False
-        device.make_pool(medium)
+        format_pool(medium)
         return True
 
 
@@ -412,10 +412,8 @@ def open_writer(
             _check_unchanged(path, before, files.status(path))
             raise
         _check_unchanged(path, before, files.status(path))
-        # The maker of the pool may have been killed before it, or its name, was durable.
-        if medium.info.kind.is_device:
-            device.make_durable(medium)
-        else:
+        # The maker of the pool may have been killed before its name was durable.
+        if not medium.info.kind.is_device:
             files.sync(os.path.dirname(path))
         undo.pop_all()
         return writer

@@ -14,14 +14,13 @@ from typing import Final
 RULES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "F1": (
-            "Both copies of the superblock MUST be whole, and equal. After a crash one of the "
-            "two MAY be torn."
+            "Both places of a root slot MUST be whole, and equal. After a crash those of one slot "
+            "MAY be torn, or differ."
         ),
         "F2": "Reserved fields and padding MUST be zero.",
         "F3": (
-            "A root slot MUST be whole, carry the pool's uuid, and hold a sequence whose parity"
-            " is the slot's number. After a crash one of the two MAY be torn. Slot 1 is zero "
-            "until the first commit."
+            "All root slots MUST have the same uuid, and each a sequence whose parity is its "
+            "number."
         ),
         "F4": (
             "Two whole slots MUST have sequences that differ by one; `next_version` and `size` "

@@ -110,8 +110,7 @@ class FreeSpace:
 
     def pinned_versions(self) -> list[int]:
         """Return the versions that readers hold."""
-        versions = list(self._reach)  # a copy: a reservation in another thread removes some
-        return [version for version in versions if self._locks.is_pinned(version)]
+        return sorted(self._locks.pins() & {*self._reach})
 
     def _free_now(self) -> Runs:
         return without(self._unreached_runs(), self._holes)
@@ -122,13 +121,13 @@ class FreeSpace:
 
     def _unreached_runs(self) -> Runs:
         """Return the pages that nothing reaches, holes included. The caller holds the guard."""
-        alive = frozenset().union(*(catalogue.ids() for catalogue in self.roots))
-        for version in [each for each in self._reach if each not in alive]:
-            # Asked after the version is gone from both roots: a reader pins first and looks for it
-            # in the root afterwards, so one of the two notices the other.
-            if not self._locks.is_pinned(version):
-                del self._reach[version]
-        self._strangers = {each for each in self._strangers if self._locks.is_pinned(each)}
+        gone = self._reach.keys() - set[int]().union(*(each.ids() for each in self.roots))
+        # Asked after the version is gone from both roots: a reader pins first and looks for it in
+        # the root afterwards, so one of the two notices the other.
+        pinned = self._locks.pins() if gone or self._strangers else set()
+        for version in gone - pinned:
+            del self._reach[version]
+        self._strangers &= pinned
         strange = [self._strange] if self._strangers else []
         records = [catalogue.record_runs for catalogue in self.roots]
         reached = np.concatenate([EMPTY, *self._reach.values(), *records, *self._held, *strange])

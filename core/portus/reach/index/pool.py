@@ -30,13 +30,8 @@ from portus.engine.copying.segments import Stop
 from portus.engine.media.base import Medium
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import PAGE, Extent
-from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.format.layout import (
-    DATA_START,
-    HOLDER_OFFSET,
-    HOLDER_SIZE,
-    SUPERBLOCK_OFFSETS,
-)
+from portus.errors import CorruptionError, MediumError
+from portus.reach.format.layout import HOLDER_OFFSET, HOLDER_SIZE
 from portus.reach.index.catalogue import (
     Catalogue,
     newest_catalogue,
@@ -50,15 +45,7 @@ from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_rec
 from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.index.roots import (
-    Root,
-    clear_slot,
-    format_superblock,
-    read_roots,
-    settle_superblock,
-    store_root,
-    whole_superblock,
-)
+from portus.reach.index.roots import Root, read_roots, read_slots, settle_roots, store_root
 from portus.reach.index.space import (
     Runs,
     extents_runs,
@@ -73,13 +60,6 @@ _GROWTH: Final = 2 << 20
 """Pools grow to a multiple of this many bytes, the size of a huge page."""
 
 
-def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
-    """Make an empty pool of a new medium of at least ``DATA_START`` bytes, durable on return. uuid:
-    its identity; None: a random one."""
-    format_superblock(medium, uuid)
-    medium.persist([Extent(0, DATA_START)])
-
-
 class PoolWriter(PoolReader):
     """The one writer of a pool. Any thread may call it; commits happen one after another."""
 
@@ -87,13 +67,10 @@ class PoolWriter(PoolReader):
         self, medium: Medium, locks: Locks, *, timeout_s: float = 5.0, max_bytes: int | None = None
     ) -> None:
         """Wait up to ``timeout_s`` for the lock. Raise ``BusyError``, ``CorruptionError``, and
-        ``UsageError`` for a pool that this program may not write."""
+        ``UsageError`` for a pool of a newer Portus."""
         # The lock first: a writer that is leaving may still grow the pool, and store a root.
         locks.acquire_writer(timeout_s)
         super().__init__(medium, locks)
-        if not self.superblock.writable:
-            raise UsageError(f"{medium.info.name}: a newer Portus wrote it; upgrade to write it")
-        settle_superblock(medium)
         self.max_bytes = max_bytes
         """Bytes to which the pool may grow from now on; None: no limit."""
         self.yields: Final[list[Callable[[], bool]]] = []
@@ -123,9 +100,6 @@ class PoolWriter(PoolReader):
     def _roots(self) -> Sequence[Catalogue]:
         """The catalogues of the slots, newest first."""
         return self._space.roots
-
-    def _is_being_written(self) -> bool:
-        return False  # by this one alone
 
     def reserve(self, length: int, *, contiguous: bool = False) -> list[Extent]:
         """Return free space for ``length`` bytes, held until ``release`` or a commit that reaches
@@ -238,15 +212,15 @@ class PoolWriter(PoolReader):
         # The last moment: if another program committed to the pool, this would overwrite its root.
         self._look()
         self._unsure.add(root.slot)  # until the store has returned: it may write only a part
-        stored = store_root(self.medium, self.superblock.uuid, root)
+        stored = store_root(self.medium, self.uuid, root)
         self._slots[root.slot] = root
         self._unsure.discard(root.slot)
-        self._persist([stored])
+        self._persist(stored)
 
     def look(self) -> None:
         """Raise ``CorruptionError`` unless the pool is as this writer left it: its size, its
-        superblock and its newest root. If it is not, poison it: another program may own it by now.
-        Restores a damaged copy of the superblock. Every commit does this."""
+        identity and its roots. If it is not, poison it: another program may own it by now.
+        Restores a damaged copy of a root. Every commit does this."""
         with self._committing:
             self._look()
 
@@ -293,22 +267,22 @@ class PoolWriter(PoolReader):
                 f"{name}: expected {root.size} bytes or more, found {self.medium.size}: "
                 "another program truncated it while it was being written; save to a new pool"
             )
-        fixed = [whole_superblock(self.medium, offset) for offset in SUPERBLOCK_OFFSETS]
-        if not any(block is not None and block.uuid == self.superblock.uuid for block in fixed):
+        slots = read_slots(self.medium)
+        if not any(slot is not None and slot.uuid == self.uuid for slot in slots):
             raise CorruptionError(
-                f"{name}: expected pool {self.superblock.uuid.hex()}, found no superblock of "
-                "it: another program overwrote it while it was being written; save to a new "
-                "pool"
+                f"{name}: expected pool {self.uuid.hex()}, found no root of it: another program "
+                "overwrote it while it was being written; save to a new pool"
             )
-        # One copy is intact, so the other is restored while that is possible.
-        if fixed != [self.superblock] * len(fixed):
-            settle_superblock(self.medium)
-        for there in read_roots(self.medium, self.superblock.uuid):
-            if there.slot not in self._unsure and there != self._slots.get(there.slot):
+        known = [None if n % 2 in self._unsure else self._slots.get(n % 2) for n in range(4)]
+        for there, own in zip(slots, known, strict=True):
+            if own is not None and there is not None and there != (self.uuid, own):
                 raise CorruptionError(
                     f"{name}: expected commit {root.sequence} to be the newest, found commit "
-                    f"{there.sequence} of another writer; save to a new pool"
+                    f"{there.root.sequence} of another writer; save to a new pool"
                 )
+        # One copy is intact, so the other is restored while that is possible.
+        if any(own is not None and there is None for there, own in zip(slots, known, strict=True)):
+            settle_roots(self.medium, self.uuid, self._slots.values())
 
     def _persist(self, ranges: Sequence[Extent]) -> None:
         start = time.perf_counter()
@@ -333,34 +307,26 @@ class PoolWriter(PoolReader):
     def _recover(self) -> None:
         """Choose the root, make it durable in case it was only in caches, and find out what is
         reached (V2, V10)."""
-        newest = newest_catalogue(self.medium, self.superblock.uuid)
-        # A damaged slot may be of a commit that was reported (decision 0071).
-        current = self._ahead(newest)
-        if current is not newest:  # it may be in caches only, or a part of it
-            self.medium.persist([Extent(DATA_START, self.medium.size - DATA_START)])
+        current = newest_catalogue(self.medium, self.uuid)
         # Once more: if only the process before died, that root may be in caches alone, and its
         # space must not be reused before it is durable (decision 0002).
-        slot = store_root(self.medium, self.superblock.uuid, current.root)
-        self._store_holder()
-        self.medium.persist([slot])  # V2: before any space is reused
-        self._slots.update({r.slot: r for r in read_roots(self.medium, self.superblock.uuid)})
+        self._slots.update({each.slot: each for each in read_roots(self.medium, self.uuid)})
+        settle_roots(self.medium, self.uuid, self._slots.values())  # V2: before space is reused
+        self._store_holder()  # after that: a device with a page of it, and no root, is not blank
         roots = [current, *self._older(current)]
         entries = {entry.info.id: entry for each in reversed(roots) for entry in each.entries()}
         holes = self.medium.holes() if isinstance(self.medium, SparseMedium) else []
         reach = {version: self._reach_of(entry) for version, entry in entries.items()}
         self._space.start(roots, reach, holes)
-        if len(self._roots) == 1 and not current.root.is_first:
-            # The other slot is torn. If only caches say so (its writer was killed in the middle
-            # of the store), then on the medium it may still reach an older catalogue (V1).
+        if len(self._roots) == 1:
+            # The other slot is torn, or what it leads to is lost. The rest of a root that was never
+            # committed, behind the first line of another one with its number, would be intact
+            # again, where lines of 64 bytes may survive one by one.
             self._commit_again()
-        elif len(self._roots) == 1:  # nothing was ever committed, only tried
-            blanked = clear_slot(self.medium, 1 - current.root.slot)
-            if blanked is not None:
-                self.medium.persist([blanked])
 
     def _older(self, current: Catalogue) -> list[Catalogue]:
         """Return the catalogue of the other slot, if intact: its pages are not reused yet."""
-        for root in read_roots(self.medium, self.superblock.uuid):
+        for root in read_roots(self.medium, self.uuid):
             if root.sequence < current.root.sequence:
                 with contextlib.suppress(CorruptionError):
                     return [read_catalogue(self.medium, root)]
@@ -505,7 +471,7 @@ class PoolWriter(PoolReader):
         """
         while True:  # ends: each turn but the last freed space that then stays free
             before = self._roots[0]
-            draft = CommitRecords(before, self.superblock.uuid, changes)
+            draft = CommitRecords(before, self.uuid, changes)
             try:
                 area = self.reserve(draft.size, contiguous=True)
             except MediumError as error:

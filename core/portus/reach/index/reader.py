@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Collection, Iterator
 from typing import Final
 
@@ -18,12 +17,9 @@ from portus.reach.index.catalogue import (
     version_runs,
 )
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.index.rescue import next_catalogue
-from portus.reach.index.roots import Root, Superblock, find_damaged_slot, read_superblock
+from portus.reach.index.roots import read_uuid
 from portus.reach.index.space import Runs, alone, extents_runs, merge, page_count
 from portus.reach.media.pool import Locks
-
-_log: Final = logging.getLogger("portus")
 
 
 def spare_pages(records: Runs) -> int:
@@ -38,56 +34,19 @@ class PoolReader:
     Safe to share between threads.
     """
 
-    def __init__(self, medium: Medium, locks: Locks, superblock: Superblock | None = None) -> None:
-        """superblock: if it is known already."""
+    def __init__(self, medium: Medium, locks: Locks) -> None:
         self.medium: Final = medium
         self.locks: Final = locks
-        self._superblock = read_superblock(medium) if superblock is None else superblock
-        self._searched: tuple[Root, Catalogue] | None = None
+        self._uuid = read_uuid(medium)
 
     @property
-    def superblock(self) -> Superblock:
-        """The superblock, which identifies the pool."""
-        return self._superblock
+    def uuid(self) -> bytes:
+        """The identity of the pool."""
+        return self._uuid
 
     def catalogue(self) -> Catalogue:
-        """Return the catalogue that is committed now. Raise ``CorruptionError``.
-
-        If a root slot is damaged, this searches once for the commit that it may have held, and
-        reads all free space for that.
-        """
-        return self._ahead(newest_catalogue(self.medium, self.superblock.uuid))
-
-    def _ahead(self, found: Catalogue) -> Catalogue:
-        """Return the catalogue that a damaged slot held, if all of it is intact; else ``found``. A
-        slot torn by a crash in a commit looks like one that rotted."""
-        slot = find_damaged_slot(self.medium, self.superblock.uuid, found.root)
-        # A slot that is just being stored looks torn as well.
-        if slot is None or self._is_being_written():
-            return found
-        # Once for each root: the search reads all free space.
-        if self._searched is None or self._searched[0] != found.root:
-            name = self.medium.info.name
-            _log.warning(
-                "%s: root slot %d is damaged; searching for the commit that it refers to. Check "
-                "the disk",
-                name,
-                slot,
-            )
-            ahead = next_catalogue(self.medium, self.superblock.uuid, found)
-            if ahead is not None:
-                _log.error(
-                    "%s: root slot %d is damaged, but its commit %d is intact: that is the newest",
-                    name,
-                    slot,
-                    ahead.root.sequence,
-                )
-            self._searched = found.root, ahead or found
-        return self._searched[1]
-
-    def _is_being_written(self) -> bool:
-        """Return whether a writer may be storing a slot just now."""
-        return self.locks.has_writer()
+        """Return the catalogue that is committed now. Raise ``CorruptionError``."""
+        return newest_catalogue(self.medium, self.uuid)
 
     def kept_bytes(self, but: Collection[int] = ()) -> int:
         """Return the bytes of pages that the versions reach, except those with the ids in ``but``,

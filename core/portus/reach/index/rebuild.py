@@ -7,17 +7,16 @@ same, pointers find the versions again, and versions still share what they share
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
-from portus.reach.format.layout import DATA_START, SUPERBLOCK_OFFSETS, RecordKind
+from portus.reach.format.layout import DATA_START, RecordKind
 from portus.reach.index.catalogue import version_runs
 from portus.reach.index.commit_records import RecordArea
 from portus.reach.index.records import encode_catalogue, frame, point
 from portus.reach.index.rescue import CHUNK, RecoverableVersion
-from portus.reach.index.roots import Root, Superblock, store_root, store_superblock
+from portus.reach.index.roots import Root, store_root
 from portus.reach.index.space import EMPTY, Runs, extents_runs, merge, page_count, runs_of
 
 
@@ -56,7 +55,7 @@ def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Ext
 
 
 def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
-    """Write the catalogue, both roots and superblock for ``versions``, whose bytes and records
+    """Write the catalogue and both roots for ``versions``, whose bytes and records
     ``medium`` has. Durable on return; all other space is free.
 
     versions: as ``choose`` returns them, one at least. Raises ``MediumError``; then the medium is
@@ -79,9 +78,6 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     # Both slots: a blank one would count as damaged.
     for number in (sequence, sequence + 1):
         store_root(medium, uuid, Root(number, next_version, medium.size, catalogue))
-    block = Superblock(uuid, time.time_ns())
-    for offset in SUPERBLOCK_OFFSETS:
-        store_superblock(medium, block, offset)
     medium.persist([Extent(0, DATA_START)])
 
 

@@ -9,16 +9,13 @@ overwritten. Their bytes may be overwritten: call ``is_whole`` before use.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, cast
 
 import numpy as np
 from msgspec import structs
 
-from portus.engine.format.record import Value
 from portus.engine.media.base import Medium
-from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import (
     DATA_START,
@@ -28,7 +25,6 @@ from portus.reach.format.layout import (
     RECORD_SIZE_MAX,
     RecordKind,
 )
-from portus.reach.index.catalogue import Catalogue, read_catalogue, read_version, version_runs
 from portus.reach.index.check_catalogue import Subject, load
 from portus.reach.index.check_version import Bytes, CheckedVersion
 from portus.reach.index.findings import Findings
@@ -41,8 +37,7 @@ from portus.reach.index.records import (
     decode_version,
     read_whole,
 )
-from portus.reach.index.roots import read_superblock
-from portus.reach.index.space import gaps, merge
+from portus.reach.index.roots import read_uuid
 
 CHUNK: Final = 16 << 20
 """Bytes to search together."""
@@ -65,21 +60,48 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
 
     chunk: bytes to search together, a multiple of 8.
 
-    Records of other pools, inside of saved bytes, do not count, if a copy of the superblock can
-    tell them apart. Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
+    Records of other pools, inside of saved bytes, do not count, if a root slot can tell them apart.
+    Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
     """
     try:
-        uuid = read_superblock(medium).uuid
+        uuid = read_uuid(medium)
     except CorruptionError:
         uuid = None
-    found: list[RecoverableVersion] = []
-    everything = [Extent(DATA_START, max(0, medium.size - DATA_START))]
-    for pointer, whole in _intact(medium, uuid, RecordKind.VERSION, everything, chunk):
-        with contextlib.suppress(CorruptionError):  # it only looks like a record
-            record = decode_version(whole[HEADER.size :])
-            owner = cast(bytes, HEADER.unpack(whole)["uuid"])
-            found.append(RecoverableVersion(VersionEntry(record.info, pointer), record, owner))
-    return sorted(found, key=lambda each: (each.record.info.commit, each.record.info.id))
+    found: dict[bytes, RecoverableVersion] = {}
+    for start in range(DATA_START, medium.size, chunk):
+        data = load(medium, start, min(chunk, medium.size - start))
+        place = data.find(RECORD_MAGIC)
+        while place >= 0:
+            pointer = None if place % _ALIGNMENT else _pointer(medium, start + place, uuid)
+            if pointer is not None:
+                with contextlib.suppress(CorruptionError, UsageError):  # it may only look like one
+                    _add(medium, pointer, found)
+            place = data.find(RECORD_MAGIC, place + 1)
+    return sorted(found.values(), key=lambda each: (each.record.info.commit, each.record.info.id))
+
+
+def _add(medium: Medium, pointer: Pointer, found: dict[bytes, RecoverableVersion]) -> None:
+    """Add the version at ``pointer``, or the place of its copy if it was found before. Raises as
+    ``read_whole`` and ``decode_version``."""
+    whole = read_whole(medium, pointer, RecordKind.VERSION, pointer.offset)
+    record, owner = decode_version(whole[HEADER.size :]), cast(bytes, HEADER.unpack(whole)["uuid"])
+    first = found.get(pointer.digest)
+    if first is not None:
+        pointer = structs.replace(first.entry.pointer, copy=pointer.offset)
+    found[pointer.digest] = RecoverableVersion(VersionEntry(record.info, pointer), record, owner)
+
+
+def _pointer(medium: Medium, offset: int, uuid: bytes | None) -> Pointer | None:
+    """Return the pointer to what looks like the record of a version, or None if it does not."""
+    if offset + HEADER.size > medium.size:
+        return None
+    row = HEADER.unpack(load(medium, offset, HEADER.size))
+    kind, length = (row["kind"], row["kind_version"]), HEADER.size + cast(int, row["length"])
+    if kind != (RecordKind.VERSION, KIND_VERSION) or length > RECORD_SIZE_MAX:
+        return None
+    if uuid is not None and row["uuid"] != uuid:
+        return None
+    return Pointer(offset, length, cast(bytes, row["digest"]))
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
@@ -100,97 +122,3 @@ def is_whole(medium: Medium, record: VersionRecord) -> bool:
         continue
     bytes_of.verify_log(seen)
     return not findings.all
-
-
-def next_catalogue(medium: Medium, uuid: bytes, known: Catalogue) -> Catalogue | None:
-    """Return the catalogue of the commit after ``known``, if all of it is intact: then only its
-    root slot is damaged. Return None if there is none, or a part of it is lost.
-
-    This may also find a commit that was interrupted just before its root: it is as good, but no
-    save reported it. Reads the space that ``known`` leaves free, and every byte of the versions
-    found.
-    """
-    reached = [known.record_runs]
-    for entry in known.entries():
-        with contextlib.suppress(CorruptionError):
-            reached.append(version_runs(entry, read_version(medium, entry)))
-    free = gaps(merge(reached), DATA_START // PAGE, medium.size // PAGE)
-    runs = [Extent(first * PAGE, (after - first) * PAGE) for first, after in free.tolist()]
-    sequence = known.root.sequence + 1
-    found: list[Catalogue] = []
-    for pointer, _ in _intact(medium, uuid, RecordKind.CATALOGUE, runs, commit=sequence):
-        with contextlib.suppress(CorruptionError, UsageError):
-            found.append(_follow(medium, known, pointer))
-    # Of two, the first was tried before it, and given up.
-    return max(found, key=_time_ns_of, default=None)
-
-
-def _time_ns_of(catalogue: Catalogue) -> int:
-    return max((entry.info.time_ns for entry in catalogue.entries()), default=0)
-
-
-def _follow(medium: Medium, known: Catalogue, pointer: Pointer) -> Catalogue:
-    """Return the catalogue at ``pointer``. Raise ``CorruptionError`` if new parts are damaged."""
-    root = replace(
-        known.root,
-        sequence=known.root.sequence + 1,
-        size=medium.size - medium.size % PAGE,
-        catalogue=pointer,
-    )
-    found = read_catalogue(medium, root)
-    ids = known.ids()
-    for entry in found.entries():
-        # Only if all of it is intact: then its root may have been stored, and to take it is always
-        # safe (decision 0071).
-        if entry.info.id not in ids and not is_whole(medium, read_version(medium, entry)):
-            raise CorruptionError(f"version {entry.info.id}: some of it is damaged")
-    following = max((version + 1 for version in found.ids()), default=1)
-    root = replace(root, next_version=max(root.next_version, following))
-    return replace(found, root=root)
-
-
-def _intact(
-    medium: Medium,
-    uuid: bytes | None,
-    kind: RecordKind,
-    runs: Sequence[Extent],
-    chunk: int = CHUNK,
-    commit: int | None = None,
-) -> list[tuple[Pointer, memoryview]]:
-    """Return the intact records of a kind in ``runs``, each once, with pointers that have its copy.
-    commit: only those of that commit."""
-    found: dict[bytes, tuple[Pointer, memoryview]] = {}
-    for run in runs:
-        for start in range(run.offset, run.end, chunk):
-            data = load(medium, start, min(chunk, run.end - start))
-            place = data.find(RECORD_MAGIC)
-            while place >= 0:
-                if place % _ALIGNMENT == 0:
-                    pointer = _pointer(medium, start + place, uuid, kind, commit)
-                    with contextlib.suppress(CorruptionError, UsageError):
-                        if pointer is not None:
-                            whole = read_whole(medium, pointer, kind, pointer.offset)
-                            first, _ = found.get(pointer.digest, (pointer, whole))
-                            if first != pointer:
-                                pointer = structs.replace(first, copy=pointer.offset)
-                            found[pointer.digest] = pointer, whole
-                place = data.find(RECORD_MAGIC, place + 1)
-    return list(found.values())
-
-
-def _pointer(
-    medium: Medium, offset: int, uuid: bytes | None, kind: RecordKind, commit: int | None
-) -> Pointer | None:
-    """Return the pointer to what looks like a record, or None if it does not."""
-    if offset + HEADER.size > medium.size:
-        return None
-    row = HEADER.unpack(load(medium, offset, HEADER.size))
-    expected: dict[str, Value] = {"kind": int(kind), "kind_version": KIND_VERSION, "reserved": 0}
-    if uuid is not None:
-        expected["uuid"] = uuid
-    if commit is not None:
-        expected["commit"] = commit
-    length = HEADER.size + cast(int, row["length"])
-    if length > RECORD_SIZE_MAX or any(row[name] != value for name, value in expected.items()):
-        return None
-    return Pointer(offset, length, cast(bytes, row["digest"]))

@@ -104,15 +104,6 @@ class FileLocks:
             time.sleep(min(pause_s, timeout_s - waited_s))
             pause_s = min(2 * pause_s, _POLL_MAX_S)
 
-    def release_writer(self) -> None:
-        """Release the lock; do nothing if this is not the writer."""
-        if self._writable and _can_lock():
-            self._set(self._writer_file.number, _NONE, WRITER_BYTE)
-
-    def has_writer(self) -> bool:
-        """Return whether another writer holds the lock, without taking it. False without locks."""
-        return _can_lock() and self._conflict(WRITER_BYTE, 1) is not None
-
     def pin(self, version: int) -> None:
         """Pin a version. Raise ``UsageError`` for an impossible version, ``BusyError`` if another
         program locked its byte."""
@@ -137,14 +128,6 @@ class FileLocks:
                 del self._pins[version]
                 if _can_lock():
                     self._set(number, _NONE, byte)
-
-    def is_pinned(self, version: int) -> bool:
-        """Return whether the version is pinned, without taking a lock: a pin that is being made
-        never fails because of this."""
-        byte = _pin_byte(version)
-        if not _can_lock():
-            return self._pins[version] > 0
-        return self._conflict(byte, 1) is not None
 
     def pins(self) -> set[int]:
         """Return all pinned versions, without taking a lock. The system names one lock in a range;
@@ -211,13 +194,6 @@ class ProcessLocks:
     def acquire_writer(self, timeout_s: float) -> None:
         """Do nothing: there is no other writer."""
 
-    def release_writer(self) -> None:
-        """Do nothing."""
-
-    def has_writer(self) -> bool:
-        """Return False: there is no other writer."""
-        return False
-
     def pin(self, version: int) -> None:
         """Pin a version. Raise ``UsageError`` for an impossible version."""
         _pin_byte(version)
@@ -228,10 +204,6 @@ class ProcessLocks:
         """Take one pin back."""
         with self._guard:
             self._pins[version] -= 1
-
-    def is_pinned(self, version: int) -> bool:
-        """Return whether anyone pins ``version``."""
-        return self._pins[version] > 0
 
     def pins(self) -> set[int]:
         """Return the versions that anyone pins."""

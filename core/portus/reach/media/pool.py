@@ -133,25 +133,16 @@ class Locks(Protocol):
         """Become the one writer; wait up to ``timeout_s``, then raise ``BusyError``, naming the
         holder. Do nothing if this is the writer already."""
 
-    def release_writer(self) -> None:
-        """Let others write. A second call does nothing."""
-
-    def has_writer(self) -> bool:
-        """Return whether another process, or another object in this one, is the writer."""
-
     def pin(self, version: int) -> None:
         """Keep the space of ``version`` from reuse. Counted: pins of one version may nest."""
 
     def unpin(self, version: int) -> None:
         """Take one pin back."""
 
-    def is_pinned(self, version: int) -> bool:
-        """Return whether any process, this one included, pins ``version``. The writer calls this
-        before it reuses space. A pin taken later finds the version gone from the root."""
-
     def pins(self) -> set[int]:
-        """Return all versions that any process pins now, this one included. A writer that opens the
-        pool calls this: it cannot know what the one before it had retired."""
+        """Return all versions that any process pins now, this one included. The writer calls this
+        before it reuses space: a pin taken later finds the version gone from the root. When it
+        opens the pool, it cannot know what the one before it had retired."""
 
     def close(self) -> None:
         """Release the writer lock and all pins."""

@@ -126,7 +126,7 @@ class Leader(Copier):
         if newest is not None and self._is_behind(state):
             there = {each.token for each in state.versions}
             foreign = [info for info in self._infos() if info.token not in there]
-            has_led = any(term.pool == self._writer.superblock.uuid for term in state.terms)
+            has_led = any(term.pool == self._writer.uuid for term in state.terms)
             # Here every reported version is in the log, so what is only in the pool was never
             # reported (decision 0156).
             if foreign and not (self.is_home and has_led):
@@ -156,7 +156,7 @@ class Leader(Copier):
         )
 
     def _take_term(self, state: State, at: int | None = None) -> None:
-        is_own = state.terms and state.terms[-1].pool == self._writer.superblock.uuid
+        is_own = state.terms and state.terms[-1].pool == self._writer.uuid
         if state.terms and not (self._is_wanted or is_own):
             raise ElsewhereError(
                 f"model {self._model!r} was saved last by {state.who}; it is copied from here once "

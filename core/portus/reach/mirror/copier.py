@@ -119,7 +119,7 @@ class Copier(BackgroundCopier):
     def _is_behind(self, state: State) -> bool:
         """Return whether the mirror has the newer history."""
         commit = self._writer.catalogue().root.sequence
-        return state.is_ahead_of(self._writer.superblock.uuid, self._infos(), commit)
+        return state.is_ahead_of(self._writer.uuid, self._infos(), commit)
 
     def _elsewhere(self, newest: Added) -> ElsewhereError:
         own = self._infos()
@@ -258,7 +258,7 @@ class Copier(BackgroundCopier):
 
     def _take_term(self, state: State, at: int | None = None) -> None:
         """Claim the log that says ``state``. at: as of ``Mirror.claim``."""
-        self._mirror.claim(who(), self._writer.superblock.uuid, self._since, at=at)
+        self._mirror.claim(who(), self._writer.uuid, self._since, at=at)
         newest = self._mirror.state.newest
         if newest is not None:
             self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)

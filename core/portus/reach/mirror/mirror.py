@@ -252,7 +252,7 @@ class _Source:
         files, in_pieces = self._bytes.files, not isinstance(self._objects.store, FileStore)
         return Version(
             info=self._info,
-            pool=self._reader.superblock.uuid,
+            pool=self._reader.uuid,
             lengths=self._bytes.lengths,
             digests=self._bytes.digests,
             contents=self._contents,

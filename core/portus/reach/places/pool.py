@@ -118,7 +118,7 @@ class PoolPlace(OpenPlace):
             size=medium.size,
             on_disk=self.disk_bytes(),
             kept=self.reader.kept_bytes(),
-            uuid=self.reader.superblock.uuid.hex(),
+            uuid=self.reader.uuid.hex(),
             failure=read_failure(medium),
         )
 

@@ -207,7 +207,7 @@ def _use(
                 continue  # both answered
             try:
                 with contextlib.closing(_open(place, reference, has_replica)) as reader:
-                    is_it = reader.superblock.uuid.hex() == reference.pool
+                    is_it = reader.uuid.hex() == reference.pool
                     was_found = was_found or is_it
                     for entry in reader.catalogue().entries() if is_it or is_allowed else ():
                         if entry.info.token == token:

@@ -208,7 +208,7 @@ class TrainingPool(Destination):
         return Reference(
             id=os.urandom(16).hex(),
             token=snapshot.token.hex(),
-            pool=self._pool.superblock.uuid.hex(),
+            pool=self._pool.uuid.hex(),
             pool_path=where,
             pool_relative=relative,
             model=self.model,

@@ -558,13 +558,6 @@ class HostLocks:
     def acquire_writer(self, timeout_s: float) -> None:
         """Do nothing: the host is the writer."""
 
-    def release_writer(self) -> None:
-        """Do nothing: the host stays the writer."""
-
-    def has_writer(self) -> bool:
-        """Return True while a save of any client is under way there."""
-        return self._links.ask(said.Status(), said.Standing).saves > 0
-
     def pin(self, version: int) -> None:
         with self._guard:
             self._say(said.Pin(version))
@@ -582,10 +575,6 @@ class HostLocks:
             if not self._held and self._link is not None:
                 link, self._link = self._link, None
                 self._links.give_back(link)
-
-    def is_pinned(self, version: int) -> bool:
-        """Return True if this client pins the version."""
-        return self._held[version] > 0
 
     def pins(self) -> set[int]:
         """Return the versions that this client pins."""
