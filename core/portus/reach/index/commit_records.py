@@ -22,8 +22,8 @@ from portus.reach.index.records import (
     point,
 )
 
-_HIGH: Final = (1 << 63) - 1
-"""No number in a record is higher, and none takes more bytes."""
+_FAR: Final = Pointer((1 << 63) - 1, (1 << 63) - 1, bytes(16), (1 << 63) - 1)
+"""A pointer of which no number takes more bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +83,23 @@ class CommitRecords:
     def __init__(self, before: Catalogue, uuid: bytes, changes: Sequence[Change]) -> None:
         self._before: Final = before
         self._uuid: Final = uuid
-        self._new: Final = [change.new for change in changes if change.new is not None]
+        self._commit: Final = before.root.sequence + 1
+        new = [change.new for change in changes if change.new is not None]
         retire = set[int]().union(*(change.retire for change in changes))
         self._kept: Final = [each for each in before.entries() if each.info.id not in retire]
-        self._commit: Final = before.root.sequence + 1
+        self._versions: Final = [
+            self._record(each, before.root.next_version + index) for index, each in enumerate(new)
+        ]
+        self._framed: Final = [
+            frame(RecordKind.VERSION, self._commit, uuid, encode_version(each))
+            for each in self._versions
+        ]
         self.made: Final[list[tuple[VersionEntry, VersionRecord]]] = []
         """The new versions, once they are placed."""
         # Sized before they are placed, since making room may change the pool's size and its root.
-        self.size: Final = self._measure()
+        entries = [*self._kept, *(VersionEntry(each.info, _FAR) for each in self._versions)]
+        lengths = [HEADER.size + len(encode_catalogue(entries)), *map(len, self._framed)]
+        self.size: Final = sum(lengths) + 8 * len(lengths)
         """Bytes of all records, at most, and of all copies."""
 
     def place(self, places: Sequence[RecordArea], pool_size: int) -> Catalogue:
@@ -99,31 +108,26 @@ class CommitRecords:
         places: for the records, and for their copies if there is room for any.
         pool_size: bytes of the pool, after room was made for the records.
         """
-        self._places = places
-        for new in self._new:
+        for version, record in zip(self._versions, self._framed, strict=True):
             # Versions first: the catalogue points to them.
-            self._add_version(new)
+            self.made.append((VersionEntry(version.info, _add(places, record)), version))
         entries = [*self._kept, *(entry for entry, _ in self.made)]
+        record = frame(RecordKind.CATALOGUE, self._commit, self._uuid, encode_catalogue(entries))
         root = replace(
             self._before.root,
             sequence=self._commit,
             size=pool_size,
             next_version=self._before.root.next_version + len(self.made),
-            catalogue=self._add(RecordKind.CATALOGUE, encode_catalogue(entries)),
+            catalogue=_add(places, record),
         )
         assert len(places[0].data) <= self.size, "records outgrew their measure"
         return Catalogue.of(root, entries)
 
-    def _add(self, kind: RecordKind, payload: bytes) -> Pointer:
-        record = frame(kind, self._commit, self._uuid, payload)
-        return point([each.add(record) for each in self._places], record)
-
-    def _add_version(self, new: NewVersion) -> None:
+    def _record(self, new: NewVersion, version: int) -> VersionRecord:
+        assert version < VERSION_ID_MAX
         storages = new.storages.copy()
         # Known only now: other commits may have been made since the storages were copied.
         storages["born"][storages["born"] == 0] = self._commit
-        version = self._before.root.next_version + len(self.made)
-        assert version < VERSION_ID_MAX
         info = VersionInfo(
             model=new.model,
             id=version,
@@ -138,23 +142,8 @@ class CommitRecords:
         log = new.log
         if log is not None and not log.born:
             log = replace(log, born=self._commit)
-        record = VersionRecord(info, new.contents, storages, new.extents, new.units, log)
-        pointer = self._add(RecordKind.VERSION, encode_version(record))
-        self.made.append((VersionEntry(info, pointer), record))
+        return VersionRecord(info, new.contents, storages, new.extents, new.units, log)
 
-    def _measure(self) -> int:
-        """Return an upper bound: what the records take with numbers that could not be higher."""
-        entries, lengths = [*self._kept], list[int]()
-        there = Pointer(_HIGH, _HIGH, bytes(16), _HIGH)
-        for new in self._new:
-            info = VersionInfo(
-                *(new.model, _HIGH, _HIGH, new.step, bytes(16), _HIGH, _HIGH),
-                inexact=new.inexact,
-                metrics=new.metrics,
-            )
-            entries.append(VersionEntry(info, there))
-            log = None if new.log is None else replace(new.log, born=_HIGH)
-            record = VersionRecord(info, new.contents, new.storages, new.extents, new.units, log)
-            lengths.append(len(encode_version(record)))
-        lengths.append(len(encode_catalogue(entries)))
-        return sum(lengths) + (HEADER.size + 8) * len(lengths)
+
+def _add(places: Sequence[RecordArea], record: bytes) -> Pointer:
+    return point([each.add(record) for each in places], record)

@@ -379,7 +379,8 @@ class PoolWriter(PoolReader):
         pieces for one at the end."""
         extents = self._space.take(wanted)
         scattered = extents is None and wanted.contiguous and why.errno in OUT_OF_SPACE
-        if scattered and self.give_back(wanted.pages * PAGE):
+        # A file system may need a few blocks to note what is given back.
+        if scattered and self.give_back((wanted.pages + 8) * PAGE):
             with contextlib.suppress(MediumError):
                 self._grow(wanted.pages, contiguous=True)
                 extents = self._space.take(wanted)
