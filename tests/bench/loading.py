@@ -168,7 +168,6 @@ def _make_pool_of(path: str, count: int) -> None:
     extents["length"] = 64
     storages = np.zeros(count, STORAGE.dtype)
     storages["length"], storages["extents"] = 64, 1
-    storages["first_extent"] = storages["first_unit"] = np.arange(count)
     writer.commit(
         NewVersion(
             model="million",

@@ -243,9 +243,7 @@ def _loaded(path: Path) -> list[object]:
 
 
 def _units(record: VersionRecord) -> int:
-    return int(
-        np.diff(record.storages["first_unit"].astype(np.int64), append=len(record.units)).max()
-    )
+    return int(np.diff(record.first_unit, append=len(record.units)).max())
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("reference-*.ckpt")), ids=lambda path: path.name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.format.checksum import UNIT, digest
 from portus.engine.spec import Extent
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
 from portus.reach.index.commit_records import NewVersion
@@ -55,8 +55,7 @@ def save(
             pool.medium.store(offset, data[done : done + length])
             extents.append((offset, length))
             done += length
-        whole = np.void(storage_digest(digests))
-        rows.append((len(data), first, len(extents) - first, len(units), 0, whole))
+        rows.append((len(data), len(extents) - first, 0))
         units += [(np.void(each),) for each in digests]
     record = pool.commit(
         NewVersion(

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.format.checksum import UNIT, digest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import (
@@ -97,19 +97,12 @@ def save(
     for index, data in enumerate(storages):
         digests = [digest(data[at : at + UNIT]) for at in range(0, max(1, len(data)), UNIT)]
         old = share.storages[index] if share is not None else None
-        if old is not None and bytes(old["digest"]) == storage_digest(digests):
-            assert share is not None
+        if share is not None and share.digests(np.array([index])).tobytes() == b"".join(digests):
+            assert old is not None
             own, born = list(share.storage_extents(index)), int(old["born"])
         else:
             own, born = _stored(writer, data, fresh), 0
-        rows[index] = (
-            len(data),
-            len(extents),
-            len(own),
-            len(units),
-            born,
-            np.void(storage_digest(digests)),
-        )
+        rows[index] = len(data), len(own), born
         extents += own
         units += digests
     new = NewVersion(

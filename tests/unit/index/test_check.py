@@ -239,7 +239,6 @@ FORGERIES: dict[str, tuple[str, RecordKind, Edit]] = {
     ),
     "a wild length": ("F11", RecordKind.VERSION, row(STORAGE, 0, "length", number(1 << 63))),
     "born after its commit": ("F11 V1", RecordKind.VERSION, row(STORAGE, 0, "born", number(9))),
-    "another storage digest": ("F12", RecordKind.VERSION, row(STORAGE, 0, "digest", b"q")),
     "an extent outside": ("F5", RecordKind.VERSION, row(EXTENT, 0, "offset", number(1 << 40))),
     "an extent in the fixed pages": (
         "F5",
@@ -519,14 +518,6 @@ def test_shared_bytes_said_to_be_of_another_commit_are_named(pool: Pool) -> None
     edit = row(STORAGE, 0, "born", number(3))
     Forger(pool.medium).forge(RecordKind.VERSION, edit)
     assert rules(found(pool)) == ["V1"]
-
-
-def test_a_storage_whose_units_do_not_give_its_digest_is_named() -> None:
-    pool = Pool()
-    pool.save("a", 1, [bytes(UNIT + 1)])
-    assert found(pool) == []
-    Forger(pool.medium).forge(RecordKind.VERSION, row(STORAGE, 0, "digest", b"qqqq"))
-    assert rules(found(pool)) == ["F12"]
 
 
 # --- the fixed pages -------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def version(*, born: tuple[int, ...] = (3, 5), commit: int = 5, counted: int = 0
     """Storages of 10,000 bytes in two extents, and of 100; behind them the log."""
     storages = np.zeros(2, STORAGE.dtype)
     storages["length"], storages["extents"] = (10_000, 100), (2, 1)
-    storages["first_extent"], storages["born"] = (0, 2), born
+    storages["born"] = born
     rows = [(20 * PAGE, 2 * PAGE), (10 * PAGE, 10_000 - 2 * PAGE), (15 * PAGE, 100)]
     info = VersionInfo("shelf", 1, commit, 0, os.urandom(16), 0, 10_100)
     log = VersionLog(Extent(DATA_START + 20 * PAGE, PAGES * PAGE), os.urandom(16), 2, counted)

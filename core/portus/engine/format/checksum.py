@@ -1,8 +1,7 @@
-"""Checksums of saved bytes: xxh3_128 over units of 16 MiB, and one over the units of a storage."""
+"""Checksums of saved bytes: xxh3_128 over units of 16 MiB."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -31,9 +30,3 @@ def unit_counts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return ``unit_count`` of each of these lengths."""
     counts: NDArray[np.int64] = np.maximum(1, -(-lengths // UNIT))
     return counts
-
-
-def storage_digest(units: Sequence[bytes]) -> bytes:
-    """Return the checksum of a storage from those of its units, in order (at least one)."""
-    assert units
-    return units[0] if len(units) == 1 else digest(b"".join(units))

@@ -79,14 +79,11 @@ HEADER: Final = Record(
 
 STORAGE: Final = Record(
     "storage entry",
-    56,
+    24,
     (
         Field("length", "Q", "bytes"),
-        Field("first_extent", "Q", "index of its first extent entry"),
         Field("extents", "Q", "number of its extent entries, which add up to its length"),
-        Field("first_unit", "Q", "index of its first unit digest; it has one for each 16 MiB"),
         Field("born", "Q", "the commit that copied the bytes; an older one if they are shared"),
-        Field("digest", "16s", "of the storage: that of its one unit, or of its units' digests"),
     ),
 )
 

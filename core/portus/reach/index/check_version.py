@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from portus.engine.copying.local import check as digests_of
 from portus.engine.copying.segments import Digests, Sources, Stop
-from portus.engine.format.checksum import UNIT, digest, storage_digest
+from portus.engine.format.checksum import UNIT, digest, unit_counts
 from portus.engine.media.read_file import Pace
 from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, MediumError
@@ -132,12 +132,6 @@ class Versions:
             distinct == len(record.extents), "F13", where, "each extent once",
             f"{len(record.extents) - distinct} again",
         )  # fmt: skip
-        wrong = _wrong_digests(record)
-        if len(wrong):
-            findings.error(
-                "F12", f"{where}, storage {wrong[0]}", "the digest of its units",
-                f"another (in {len(wrong)} storages)",
-            )  # fmt: skip
 
     def _check_places(self, where: str, record: VersionRecord, size: int) -> Flags:
         offset, length = record.extents["offset"], record.extents["length"]
@@ -171,21 +165,6 @@ def owners(counts: Rows) -> Column:
     """Return index 0 as often as the first count says, then index 1, and so on."""
     column: Column = np.repeat(np.arange(len(counts)), counts.astype(np.int64))
     return column
-
-
-def _wrong_digests(record: VersionRecord) -> Column:
-    """Return the indices of storages whose digest does not follow from their units'."""
-    storages, units = record.storages, record.units
-    first = storages["first_unit"].astype(np.int64)
-    counts = np.diff(first, append=len(units))
-    good = storages["digest"] == units["digest"][first]
-    for index in np.flatnonzero(counts > 1).tolist():
-        own = units["digest"][first[index] : first[index] + counts[index]]
-        good[index] = storage_digest([bytes(each) for each in own]) == bytes(
-            storages["digest"][index]
-        )
-    wrong: Column = np.flatnonzero(~good)
-    return wrong
 
 
 class Bytes:
@@ -387,10 +366,13 @@ class _Stream:
 def _keys(record: VersionRecord) -> list[bytes]:
     """Return a key for each storage: the place of its bytes and their digest."""
     storages, extents = record.storages, record.extents
-    first = storages["first_extent"].astype(np.int64)
+    first = record.first_extent
     counts = storages["extents"].astype(np.int64)
     keys = np.zeros(len(storages), [("place", "V16"), ("digest", "V16")])
-    keys["digest"] = storages["digest"]
+    keys["digest"] = record.units["digest"][record.first_unit]
+    units = unit_counts(record.length)
+    for index in np.flatnonzero(units > 1).tolist():
+        keys["digest"][index] = np.void(digest(record.digests(np.array([index])).tobytes()))
     raw = np.ascontiguousarray(extents).view("V16").reshape(-1)
     single = counts == 1
     keys["place"][single] = raw[first[single]]

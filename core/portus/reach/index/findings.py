@@ -52,14 +52,13 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "F10": "A version record MUST agree with the catalogue.",
         "F11": (
-            "The extent entries and the unit digests of a version's storages MUST follow each "
-            "other without gaps, extents MUST add up to their storage and be over 0, storages "
-            "MUST add up to the version's `size`, and `born` MUST lie between 1 and the "
+            "A version MUST have as many extent entries and unit digests as its storages have, "
+            "extents MUST add up to their storage and be over 0, storages MUST add up to the "
+            "version's `size`, and `born` MUST lie between 1 and the "
             "version's commit. A storage that is changed in place MUST be one extent of whole "
             "cells, and have a storage with as many digests as it has units; no storage is both, "
             "or either twice."
         ),
-        "F12": "The digest of a storage MUST be that of its one unit, or of its units' digests.",
         "F13": (
             "Extents and records MUST NOT overlap; an extent or a record that several versions "
             "reach MUST be the same in all of them, and occur once in each."

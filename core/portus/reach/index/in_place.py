@@ -151,12 +151,12 @@ class InPlaceReader:
 
     def content(self, index: int) -> bytes:
         """Return verified bytes of a storage that is not changed in place, as of the log."""
-        row, data = self._record.storages[index], bytearray()
+        data = bytearray()
         for extent in self._record.storage_extents(index):
             piece = memoryview(bytearray(extent.length))
             self._medium.load(extent.offset, piece)
             data += piece
-        first = int(row["first_unit"])
+        first = int(self._record.first_unit[index])
         for rank, start in enumerate(range(0, len(data), UNIT)):
             expected = bytes(self._record.units["digest"][first + rank])
             if digest(memoryview(data)[start : start + UNIT]) != expected:

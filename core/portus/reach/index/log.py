@@ -128,7 +128,7 @@ class PatchPlaces:
         counts = record.storages["extents"].astype(np.int64)
         length = record.extents["length"].astype(np.int64)
         offset = record.extents["offset"].astype(np.int64)
-        first = record.storages["first_extent"].astype(np.int64)
+        first = record.first_extent
         ends = np.cumsum(length)
         owner = np.repeat(np.arange(len(counts)), counts)
         begins = np.append(ends - length, 0)[np.minimum(first, len(ends))]

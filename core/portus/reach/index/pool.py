@@ -319,9 +319,8 @@ class PoolWriter(PoolReader):
         reach = {version: self._reach_of(entry) for version, entry in entries.items()}
         self._space.start(roots, reach, holes)
         if len(self._roots) == 1:
-            # The other slot is torn, or what it leads to is lost. The rest of a root that was never
-            # committed, behind the first line of another one with its number, would be intact
-            # again, where lines of 64 bytes may survive one by one.
+            # The other slot is torn, or its catalogue is lost. The rest of a root that was never
+            # committed could be intact again behind the first line of another of its number.
             self._commit_again()
 
     def _older(self, current: Catalogue) -> list[Catalogue]:

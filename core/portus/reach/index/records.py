@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Final, TypeVar
 
@@ -109,7 +110,7 @@ class VersionLog:
     in_place: tuple[InPlaceStorage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class VersionRecord:
     """The record of one version: everything except its bytes. A ``Previous`` of the next one.
 
@@ -129,22 +130,32 @@ class VersionRecord:
         length: Column = self.storages["length"].astype(np.int64)
         return length
 
+    @cached_property
+    def first_extent(self) -> Column:
+        """The index of the first extent of each storage."""
+        counts = self.storages["extents"].astype(np.int64)
+        return np.cumsum(counts) - counts
+
+    @cached_property
+    def first_unit(self) -> Column:
+        """The index of the first unit of each storage."""
+        counts = unit_counts(self.length)
+        return np.cumsum(counts) - counts
+
     @property
     def may_share(self) -> Flags:
         flags: Flags = self.storages["born"].astype(np.int64) + REFRESH_COMMITS > self.info.commit
         return flags
 
     def digests(self, indices: Column) -> Digests:
-        rows = self.storages[indices]
-        counts = unit_counts(rows["length"].astype(np.int64))
-        units = self.units[ranges(rows["first_unit"].astype(np.int64), counts)]
+        counts = unit_counts(self.length[indices])
+        units = self.units[ranges(self.first_unit[indices], counts)]
         return np.ascontiguousarray(units).view(np.uint8).reshape(-1, UNIT_DIGEST.size)
 
     def storage_extents(self, index: int) -> tuple[Extent, ...]:
         """Return the extents of one storage, in order."""
-        row = self.storages[index]
-        first = int(row["first_extent"])
-        rows = self.extents[first : first + int(row["extents"])]
+        first = int(self.first_extent[index])
+        rows = self.extents[first : first + int(self.storages["extents"][index])]
         return tuple(Extent(int(each["offset"]), int(each["length"])) for each in rows)
 
 
@@ -297,20 +308,14 @@ def _check_arrays(record: VersionRecord) -> None:
         if float(column.sum(dtype=np.float64)) > _SUM_MAX:
             raise CorruptionError(f"version {record.info.id}: lengths are out of range")
     counts = storages["extents"].astype(np.int64)
-    if not _follow(storages["first_extent"], counts, len(extents)):
-        raise CorruptionError(f"version {record.info.id}: extent entries do not follow each other")
+    if int(counts.sum()) != len(extents):
+        raise CorruptionError(f"version {record.info.id}: {len(extents)} extent entries are others")
     per_storage = np.zeros(len(storages), np.uint64)
     np.add.at(per_storage, np.repeat(np.arange(len(storages)), counts), extents["length"])
     if not np.array_equal(per_storage, storages["length"]):
         raise CorruptionError(f"version {record.info.id}: extents do not add up to the storages")
-    if not _follow(storages["first_unit"], unit_counts(record.length), len(units)):
-        raise CorruptionError(f"version {record.info.id}: unit digests do not follow each other")
-
-
-def _follow(first: Column, counts: Column, count: int) -> bool:
-    """Return whether groups of rows, each from its first one on, are all rows, in order."""
-    ends = np.cumsum(counts)
-    return np.array_equal(first.astype(np.int64), ends - counts) and int(counts.sum()) == count
+    if int(unit_counts(record.length).sum()) != len(units):
+        raise CorruptionError(f"version {record.info.id}: {len(units)} unit digests are others")
 
 
 def _check_log(record: VersionRecord) -> None:

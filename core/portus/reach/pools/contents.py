@@ -26,14 +26,14 @@ def read_units(
     if storage in in_place:
         yield from in_place.units(storage)
         return
-    row, extents = record.storages[storage], record.storage_extents(storage)
-    length = int(row["length"])
+    extents, first = record.storage_extents(storage), int(record.first_unit[storage])
+    length = int(record.length[storage])
     held = np.empty(min(UNIT, length), np.uint8)
     for rank, start in enumerate(range(0, length, UNIT)):
         unit = held[: length - start]
         there = tuple(part(extents, start, start + len(unit)))
         [found] = fetch(reader.medium, [Source(unit.ctypes.data, len(unit), there)], Stop())
-        expected = bytes(record.units["digest"][int(row["first_unit"]) + rank])
+        expected = bytes(record.units["digest"][first + rank])
         if found.tobytes() != expected:
             raise CorruptionError(
                 f"storage {storage} is damaged within {len(unit)} bytes from byte {start}: "

@@ -126,7 +126,7 @@ class ImageDraft:
         if known.crcs is None:
             self._crcs[rows] = sum_sources(Sources.in_memory(address, self._length[indices]))
         else:  # other storages may have changed their lengths, and so these their rows
-            first = record.storages["first_unit"][indices].astype(np.int64)
+            first = record.first_unit[indices]
             self._crcs[rows] = known.crcs[ranges(first, self._units[indices])]
         return True
 

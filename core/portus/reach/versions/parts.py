@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from portus.engine.copying.segments import Digests, Sources, ranges
-from portus.engine.format.checksum import storage_digest, unit_counts
+from portus.engine.format.checksum import unit_counts
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import Extent
 from portus.reach.format.layout import EXTENT, STORAGE, UNIT_DIGEST
@@ -61,7 +61,7 @@ def share(record: VersionRecord, indices: Column) -> StorageRows:
     counts = rows["extents"].astype(np.int64)
     return StorageRows(
         indices,
-        record.extents[ranges(rows["first_extent"].astype(np.int64), counts)],
+        record.extents[ranges(record.first_extent[indices], counts)],
         counts,
         record.digests(indices),
         rows["born"].astype(np.int64),
@@ -114,21 +114,8 @@ def rows_of(groups: list[StorageRows], lengths: Column) -> tuple[Rows, Rows, Row
     storages = np.zeros(len(lengths), STORAGE.dtype)
     storages["length"] = lengths
     storages["extents"] = counts
-    storages["first_extent"] = np.cumsum(counts) - counts
-    storages["first_unit"] = np.cumsum(per_storage) - per_storage
     storages["born"] = born
-    storages["digest"] = _storage_digests(units, per_storage)
     return storages, extents, units
-
-
-def _storage_digests(units: Rows, per_storage: Column) -> Rows:
-    first = np.cumsum(per_storage) - per_storage
-    digests = units["digest"][first].copy()
-    for index in np.flatnonzero(per_storage > 1):
-        own = units[first[index] : first[index] + per_storage[index]]
-        digests[index] = np.void(storage_digest([bytes(row["digest"]) for row in own]))
-    result: Rows = digests
-    return result
 
 
 def _in_order(indices: Column, counts: Column, rows: list[Rows], dtype: np.dtype[np.void]) -> Rows:
