@@ -47,7 +47,7 @@ def only_open(trainer: Trainer) -> None:
 
 
 EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...], int]]] = {
-    "first format, begun three times": ((only_open, only_open, save_one), (200, 20, 5), 310),
+    "first format, begun three times": ((only_open, only_open, save_one), (240, 24, 6), 310),
     "save, share": ((save_three, save_one), (70, 4), 1000),
     "save, retire, use space again": ((save_and_retire, save_one), (75, 4), 1300),
     "several clients, one commit": ((save_together, save_one), (50, 4), 1900),
