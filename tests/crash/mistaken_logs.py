@@ -9,22 +9,22 @@ import pytest
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START
 from portus.reach.index import log
-from portus.reach.index.log import Bunch, LogWriter, Patch
+from portus.reach.index.log import Bunch, LogWriter
 from portus.reach.media.space import SpaceMedium
 
 
 class NotPersisted(LogWriter):
     def append(
-        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
-        self.advance(self.store(patches, contents, commit, bunches))
+        self.advance(self.store(bunches, contents, commit, undo=undo))
 
 
 class HeadAlonePersisted(LogWriter):
     def append(
-        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
-        stored = self.store(patches, contents, commit, bunches)
+        stored = self.store(bunches, contents, commit, undo=undo)
         self._medium.persist([Extent(stored.offset, PAGE)])
         self.advance(stored)
 
@@ -43,14 +43,30 @@ class WhatCountsIsInCachesOnly(LogWriter):
 
 
 class TwoEntries(LogWriter):
-    """A transaction is committed array by array."""
+    """A transaction is committed patch by patch."""
 
     def append(
-        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
-        for each in patches[:-1]:
-            super().append([each], b"", commit)
-        super().append(patches[-1:], contents, commit, bunches)
+        rows = [(each, row) for each in bunches for row in range(len(each.offset))]
+        apart = [Bunch(each.offset[row : row + 1], each.data[row : row + 1]) for each, row in rows]
+        for bunch in apart[:-1]:
+            super().append([bunch], b"", commit)
+        super().append(apart[-1:], contents, commit, undo=undo)
+
+
+class ForTheVersionBefore(LogWriter):
+    """An entry that is stored for a new version names the commit before."""
+
+    def append(
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
+    ) -> None:
+        super().append(bunches, contents, commit + 1, undo=undo)
+
+    def store(
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
+    ) -> Extent:
+        return super().store(bunches, contents, commit - 1, undo=undo)
 
 
 class OverTheLastEntry(LogWriter):

@@ -33,7 +33,7 @@ from tests.crash.embedding_user import (
 from tests.crash.logged import POOL, DeviceProcess, Report
 from tests.simulation.crash import CrashFiles
 
-LOG: Final = 16 * PAGE
+LOG: Final = 10 * PAGE
 DEVICE: Final = 180 * PAGE
 
 WIDE, NARROW = "wide", "narrow"

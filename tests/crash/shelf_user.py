@@ -23,7 +23,7 @@ from portus.reach.media.lock import ProcessLocks
 from tests.crash.logged import POOL, DeviceProcess, Process, Report, pool_file, require_unbroken
 from tests.simulation.crash import CrashFiles
 
-LOG: Final = 8 * PAGE
+LOG: Final = 7 * PAGE
 DEVICE: Final = 80 * PAGE
 
 State = tuple[tuple[str, object], ...]

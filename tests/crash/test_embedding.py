@@ -18,7 +18,7 @@ from portus.engine.copying.segments import Stop
 from portus.engine.spec import Extent
 from portus.reach.index import log
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import Bunch, LogWriter, Patch
+from portus.reach.index.log import Bunch, LogWriter
 from portus.reach.index.pool import PoolWriter
 from tests.crash import logged
 from tests.crash.embedding_user import (
@@ -196,10 +196,10 @@ class DensePartApart(LogWriter):
     """Tables and dense part are an entry each."""
 
     def append(
-        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
-        super().append([], b"", commit, bunches[:1])
-        super().append(patches, contents, commit, bunches[1:])
+        super().append(bunches[:1], b"", commit)
+        super().append(bunches[1:], contents, commit, undo=undo)
 
 
 class RowsLeftOut(LogWriter):
@@ -208,11 +208,11 @@ class RowsLeftOut(LogWriter):
     late: Sequence[Bunch] = ()
 
     def append(
-        self, patches: Sequence[Patch], contents: bytes, commit: int, bunches: Sequence[Bunch] = ()
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
         both = [*self.late, *bunches[:-1]]
         self.late = bunches[-1:]
-        super().append(patches, contents, commit, both)
+        super().append(both, contents, commit, undo=undo)
 
 
 def the_log_is_folded_in_without_this_batch(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.store import TableStore
 from portus.reach.index.in_place import cell_digests
-from portus.reach.index.log import Bunch, LogWriter, pending
+from portus.reach.index.log import Bunch, LogState, LogWriter, read_log
 from tests.crash import logged
 from tests.crash.embedding_user import State, verify
 from tests.crash.mistaken_slices import (
@@ -118,15 +118,22 @@ Mistake = Callable[[pytest.MonkeyPatch], None]
 class UndoNotDurable(LogWriter):
     """An update begins before its undo is drained."""
 
-    def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
-        self.advance(self.store([], b"", commit, bunches, flags=2))
+    def append(
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
+    ) -> None:
+        if undo:
+            self.advance(self.store(bunches, contents, commit, undo=True))
+        else:
+            super().append(bunches, contents, commit)
 
 
 class UndoThatCounts(LogWriter):
     """Undo is not flagged: it is taken for what was written."""
 
-    def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
-        self.append([], b"", commit, bunches)
+    def append(
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
+    ) -> None:
+        super().append(bunches, contents, commit)
 
 
 def log_of(writer: type[LogWriter]) -> Mistake:
@@ -174,7 +181,7 @@ class LoggedBeforeThePreviousUpdate(User):
             assert self.store._log is not None
             assert self.store._record is not None
             bunch = Bunch(pool_tables._offsets(place, number), data)
-            self.store._log.append_undo(self.store._record.info.commit, [bunch])
+            self.store._log.append([bunch], b"", self.store._record.info.commit, undo=True)
             place.logged, place.old = number, cell_digests(number, data)
 
 
@@ -218,15 +225,12 @@ def _sealed(self: PlacedStore) -> None:
 
 def nothing_is_put_back(patch: pytest.MonkeyPatch) -> None:
     """Who opens the pool says that undo was carried out, and did nothing."""
-    patch.setattr(pool_tables, "pending", _forgotten)
+    patch.setattr(pool_tables, "read_log", _forgotten)
 
 
-def _forgotten(medium: Any, record: Any) -> list[Any]:
-    found = _PENDING(medium, record)
-    return [replace(each, bunches=()) for each in found]
-
-
-_PENDING = pending
+def _forgotten(medium: Any, record: Any) -> LogState:
+    found = read_log(medium, record)
+    return replace(found, undo=[replace(each, bunches=()) for each in found.undo])
 
 
 def put_back_in_caches_only(patch: pytest.MonkeyPatch) -> None:

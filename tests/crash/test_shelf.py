@@ -14,11 +14,11 @@ from portus.companions.media.private import PrivateMapping
 from portus.companions.shelf import store
 from portus.engine.spec import Extent
 from portus.reach.index import log
-from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import LogWriter
 from portus.reach.index.pool import PoolWriter
 from tests.crash import logged
 from tests.crash.mistaken_logs import (
+    ForTheVersionBefore,
     HeadAlonePersisted,
     NotCut,
     NotDrained,
@@ -172,17 +172,6 @@ def folded_in_without_the_log(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store.ShelfStore, "_replace", wrong)
 
 
-def the_next_version_does_not_count_its_entry(patch: pytest.MonkeyPatch) -> None:
-    right = store.ShelfStore._version
-
-    def wrong(self: store.ShelfStore, *args: object) -> NewVersion:
-        new = right(self, *args)  # type: ignore[arg-type]
-        assert new.log is not None
-        return replace(new, log=replace(new.log, entries=max(0, new.log.entries - 1)))
-
-    patch.setattr(store.ShelfStore, "_version", wrong)
-
-
 def the_log_is_used_again_at_once(patch: pytest.MonkeyPatch) -> None:
     right = store.ShelfStore._replace
 
@@ -243,8 +232,8 @@ MISTAKES: Final[dict[str, tuple[Mistake, Search]]] = {
         (on_disk, (sync,), (20,), 0),
     ),
     "folded in without the log": (folded_in_without_the_log, (on_disk, (transact,), (20,), 0)),
-    "the next version does not count its entry": (
-        the_next_version_does_not_count_its_entry,
+    "an entry is for the version before": (
+        of_log(ForTheVersionBefore),
         (on_disk, (rearrange,), (20,), 0),
     ),
     "the log is used again at once": (

@@ -21,7 +21,7 @@ from portus.reach.format.reference import Reference, encode
 from portus.reach.format.reference import decode as decode_reference
 from portus.reach.index.check import check
 from portus.reach.index.directory import open_reader, open_writer
-from portus.reach.index.log import entries, pending
+from portus.reach.index.log import entries, read_log
 from portus.reach.index.records import VersionRecord, read_whole
 from portus.reach.index.rescue import find_versions
 from portus.reach.media.local import LocalFiles
@@ -162,9 +162,9 @@ def test_a_golden_shelf_has_entries_of_all_kinds(tmp_path: Path) -> None:
         found = list(entries(reader.medium, record))
     assert record.log is not None
     assert {each.number <= record.log.entries for each in found} == {True, False}
-    assert {each.with_next for each in found} == {True, False}
+    assert {each.commit == record.info.commit for each in found} == {True, False}
     assert {bool(each.contents) for each in found} == {True, False}
-    assert {bool(each.patches) for each in found} == {True, False}
+    assert {bool(each.bunches) for each in found} == {True, False}
 
 
 def test_golden_tables_have_batches_behind_marks(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_golden_tables_in_place_have_undo_of_a_batch_that_was_not_committed(tmp_
         records = [reader.record(each) for each in reader.catalogue().entries()]
         [log] = [each.log for each in records if each.log is not None]
         assert len(log.in_place) == 2
-        assert sum(len(pending(reader.medium, each)) for each in records) == 1
+        assert sum(len(read_log(reader.medium, each).undo) for each in records) == 1
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(250, marks=pytest.mark.long)])

@@ -101,7 +101,6 @@ LARGE = {
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
-    "reach/index/log": "one record format: its writer, its reader, its recovery",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "reach/mirror/objects": "every object that a mirror may have",

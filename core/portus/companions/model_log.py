@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from portus.engine.spec import PAGE
 from portus.errors import UsageError
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import Bunch, Entry, LogWriter, Patch, entries, entry_size
+from portus.reach.index.log import Bunch, Entry, LogWriter, entries, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionLog, VersionRecord
@@ -63,20 +63,17 @@ class ModelWithLog(Generic[Pool]):
             log.append([], b"", record.info.commit)
             self._open_end = False
 
-    def _append_entry(
-        self, patches: Sequence[Patch], contents: bytes, bunches: Sequence[Bunch] = ()
-    ) -> int:
+    def _append_entry(self, bunches: Sequence[Bunch], contents: bytes) -> int:
         """Commit by an entry of the log, with ``contents`` if they are others than before. Return
         its size; 0 if there is no room for it."""
         log, record = self._log, self._record
         assert log is not None
         assert record is not None
         said = b"" if contents == self._contents else contents
-        shapes = [each.data.shape for each in bunches]
-        size = entry_size([extent.length for extent, _ in patches], len(said), shapes)
+        size = entry_size(len(said), [each.data.shape for each in bunches])
         if size > log.room - self._spare:
             return 0
-        log.append(patches, said, record.info.commit, bunches)
+        log.append(bunches, said, record.info.commit)
         self._open_end, self._contents = True, contents
         return size
 
@@ -116,7 +113,7 @@ class ModelWithLog(Generic[Pool]):
             self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
             # Makes its entries durable: the process that wrote them may have been killed.
             self._log.cut()
-        self._open_end = last is not None and bool(last.patches or last.bunches or last.contents)
+        self._open_end = last is not None and bool(last.bunches or last.contents)
 
     def _begin(self, record: VersionRecord, contents: bytes) -> None:
         """Read a version, as it was at its commit."""

@@ -34,7 +34,7 @@ from portus.reach.index.check import RULES, Finding, Severity, check
 from portus.reach.index.check_contents import check_contents, read_contents
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.findings import Findings
-from portus.reach.index.log import LogWriter
+from portus.reach.index.log import Bunch, LogWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.media.local import LocalFiles
@@ -431,7 +431,7 @@ def test_a_log_that_makes_no_sense_is_named() -> None:
     assert found(pool) == []
     record = pool.writer.record(pool.entry("shelf"))
     assert record.log is not None
-    outside = (Extent(1 << 40, 8), memoryview(bytes(8)))
+    outside = Bunch(np.array([1 << 40]), np.zeros((1, 8), np.uint8))
     LogWriter(pool.medium, record.log).append([outside], b"", record.info.commit)
     assert rules(found(pool)) == ["F8"]
 

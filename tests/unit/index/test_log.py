@@ -12,7 +12,7 @@ import pytest
 
 from portus.engine.spec import PAGE, Extent, VersionInfo
 from portus.errors import CorruptionError
-from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST, WITH_NEXT
+from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
 from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entries, read_log
 from portus.reach.index.records import VersionLog, VersionRecord
 from portus.reach.media.space import Memory
@@ -36,8 +36,8 @@ def appended(medium: Memory, record: VersionRecord, count: int = 4) -> LogWriter
     assert record.log is not None
     writer = LogWriter(medium, record.log)
     for number in range(1, count + 1):
-        data = memoryview(bytes([number]) * 50)
-        writer.append([(Extent(15 * PAGE, 50), data)], b"{}", record.info.commit)
+        data = np.full((1, 50), number, np.uint8)
+        writer.append([Bunch(np.array([15 * PAGE]), data)], b"{}", record.info.commit)
     return writer
 
 
@@ -52,9 +52,9 @@ def test_a_patch_is_for_the_storage_that_has_its_bytes_since_it_stands_there() -
     places = PatchPlaces(version())
 
     def found(commit: int, offset: int, length: int = 8) -> list[tuple[int, int]]:
-        patch = (Extent(offset, length), memoryview(bytes(length)))
-        entry = Entry(Extent(0, PAGE), 1, commit, False, b"", [patch])
-        return [(storage, start) for storage, start, _ in places.of(entry)]
+        patch = Bunch(np.array([offset]), np.zeros((1, length), np.uint8))
+        entry = Entry(Extent(0, PAGE), 1, commit, b"", [patch])
+        return [(storage, int(start)) for storage, [start], _ in places.of(entry)]
 
     assert found(5, 20 * PAGE + 3) == [(0, 3)]
     assert found(3, 10 * PAGE + 3) == [(0, 2 * PAGE + 3)]
@@ -69,7 +69,7 @@ def test_entries_come_back_in_order_and_a_version_counts_its_own(medium: Memory)
     record = version()
     writer = appended(medium, record)
     assert [each.number for each in entries(medium, record)] == [1, 2, 3, 4]
-    writer.advance(writer.store([], b"", 5, flags=WITH_NEXT))
+    writer.advance(writer.store([], b"", 6))
     assert len(list(entries(medium, record))) == 4
     assert record.log is not None
     following = replace(
@@ -152,10 +152,10 @@ def test_a_large_entry_is_stored_piece_by_piece(medium: Memory) -> None:
     assert record.log is not None
     record = replace(record, log=replace(record.log, extent=Extent(DATA_START, 1200 * PAGE)))
     assert record.log is not None
-    data = os.urandom(3 << 20)
-    LogWriter(medium, record.log).append([(Extent(PAGE, len(data)), memoryview(data))], b"{}", 5)
+    data = np.frombuffer(os.urandom(3 << 20), np.uint8).reshape(1, -1)
+    LogWriter(medium, record.log).append([Bunch(np.array([PAGE]), data)], b"{}", 5)
     [entry] = entries(medium, record)
-    assert bytes(entry.patches[0][1]) == data
+    assert np.array_equal(entry.bunches[0].data, data)
 
 
 @pytest.mark.parametrize("size", [7, 700, PAGE + 4])
@@ -175,7 +175,7 @@ def test_rows_in_bunches_come_back_over_extents_and_windows(medium: Memory, size
                 bunches.append(Bunch(start - begin + offset, data))
                 for row, at in enumerate(start.tolist()):
                     image[at : at + size] = data[row]
-        writer.append([], b"", record.info.commit, bunches)
+        writer.append(bunches, b"", record.info.commit)
     found = read_log(medium, record)
     for low, high in ((0, 10_000), (0, 1), (5, PAGE), (100, 9_999), (PAGE, 2 * PAGE + 1)):
         target = bytearray(high - low)
@@ -195,10 +195,7 @@ def test_what_each_entry_writes_whole_takes_memory_once(medium: Memory) -> None:
         data = rng.integers(0, 256, (1, length), np.uint8)
         image[start : start + length] = data
         place = 20 * PAGE + start
-        if length == 50:
-            writer.append([(Extent(place, length), data[0].data)], b"", record.info.commit)
-        else:
-            writer.append([], b"", record.info.commit, [Bunch(np.array([place]), data)])
+        writer.append([Bunch(np.array([place]), data)], b"", record.info.commit)
     found = read_log(medium, record)
     target = bytearray(PAGE)
     found.over(0, 0, memoryview(target))

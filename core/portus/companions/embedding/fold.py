@@ -206,9 +206,9 @@ class Fold:
         self._pool.release([self._area])
 
     def _add(self, bunches: list[Bunch]) -> bool:
-        if entry_size([], 0, [each.data.shape for each in bunches]) > self._log.room:
+        if entry_size(0, [each.data.shape for each in bunches]) > self._log.room:
             return False
-        self._log.advance(self._log.store([], b"", self._born, bunches))
+        self._log.advance(self._log.store(bunches, b"", self._born))
         return True
 
     def _unpersisted_extents(self) -> list[Extent]:

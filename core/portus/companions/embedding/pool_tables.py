@@ -34,7 +34,6 @@ from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.media.base import MappedMedium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
-from portus.reach.format.layout import UNDO
 from portus.reach.index.in_place import (
     InPlaceReader,
     cell_digests,
@@ -44,7 +43,7 @@ from portus.reach.index.in_place import (
     unit_sum,
     update_sum,
 )
-from portus.reach.index.log import Bunch, entry_size, pending, read_log
+from portus.reach.index.log import Bunch, entry_size, read_log
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage
 from portus.reach.media.pool import Extents
@@ -102,11 +101,11 @@ class PlacedStore(TableStore):
         if not found:
             return
         bunches = [Bunch(_offsets(place, cells), data) for place, cells, data in found]
-        self._make_room(entry_size([], 0, [each.data.shape for each in bunches]) + self._spare)
+        self._make_room(entry_size(0, [each.data.shape for each in bunches]) + self._spare)
         assert self._log is not None
         assert self._record is not None
         # Durable before the update writes a byte of these rows (decision 0178).
-        self._log.append_undo(self._record.info.commit, bunches)
+        self._log.append(bunches, b"", self._record.info.commit, undo=True)
         for place, cells, data in found:
             old, place.logged = place.logged, np.concatenate([place.logged, cells])
             place.old = place.old + cell_digests(cells, data)
@@ -235,7 +234,7 @@ class PlacedStore(TableStore):
         self._reserved.clear()
         if before is not None and record is not None and before.room >= PAGE:
             # A reader of the old version learns that a newer one has its tables.
-            before.store([], b"", record.info.commit, flags=UNDO)
+            before.store([], b"", record.info.commit, undo=True)
 
     def _standing(self) -> Moment:
         """Return the committed state as a moment. No update may have begun since."""
@@ -298,7 +297,7 @@ class PlacedStore(TableStore):
             return
         medium = self.pool.medium
         self.batch = record.info.step
-        undo = pending(medium, record)
+        undo = read_log(medium, record).undo
         for entry in undo:
             for bunch in entry.bunches:
                 for offset, cell in zip(bunch.offset.tolist(), bunch.data, strict=True):

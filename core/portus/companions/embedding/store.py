@@ -198,7 +198,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         contents = self._contents if moment.left else moment.contents
         # Rows and dense part in one entry: with two stores a crash leaves two moments, and a load
         # would have to look for a pair (decision 0170).
-        size = self._append_entry([], contents, bunches)
+        size = self._append_entry(bunches, contents)
         if not size:
             return False
         self._entry_bytes = size

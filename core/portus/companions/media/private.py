@@ -8,8 +8,8 @@ each entry of ``/proc/self/pagemap``. Both need no privilege, and catch every wr
 A copy may hold the same bytes as the file, as it does after a commit; so copies are compared. If
 the kernel reports nothing, and for small arrays, all of the view is compared.
 
-Bytes to commit are copied from the view once (``copy``). That copy is hashed, stored, and finally
-becomes ``committed``, since another thread may write to the view meanwhile.
+Bytes to commit are copied from the view once. That copy is hashed, stored, and finally becomes
+``committed``, since another thread may write to the view meanwhile.
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class PrivateMapping:
             number = error.errno if isinstance(error, OSError) else None
             raise MediumError(number, f"no memory for an array of {size} bytes: {error}") from error
         self._places: Final = self.view.ctypes.data, self.committed.ctypes.data
-        self._bytes: Final = self.view.data
 
     def refresh(self) -> None:
         """Make the view, which was never written to, show ``committed`` after that was filled."""
@@ -106,14 +105,6 @@ class PrivateMapping:
         if self.size <= _WHOLE_MAX:
             return ((0, self.size),)
         return self._differing([(0, len(self.view))])
-
-    def copy(self, start: int, end: int) -> memoryview:
-        """Return a copy of a range of the view."""
-        return memoryview(self._bytes[start:end].tobytes())
-
-    def commit(self, start: int, data: memoryview) -> None:
-        """Copy ``data`` into ``committed`` at ``start``."""
-        self.committed.data[start : start + len(data)] = data
 
     def revert(self) -> None:
         """Restore the committed bytes in the view."""

@@ -34,9 +34,8 @@ from portus.engine.format.checksum import unit_counts
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.reach.format.items import StoredArray, decode
-from portus.reach.format.layout import WITH_NEXT
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import Entry, LogWriter, Patch, PatchPlaces, entry_size
+from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionLog, VersionRecord
@@ -50,8 +49,11 @@ _LARGE: Final = 1 << 20
 Dirty = Mapping[Array, Sequence[Run]]
 """Runs of bytes that were changed, by array."""
 
-Piece = tuple[Extent, Array, int]
-"""An extent of the pool, and the array and its first byte that the extent holds."""
+Piece = tuple[int, Array, int]
+"""A place in the pool, and the array and its first byte that are there."""
+
+Pieces = Mapping[int, Sequence[Piece]]
+"""Pieces by their length."""
 
 
 class ShelfStore(ModelWithLog[PoolReader]):
@@ -119,24 +121,23 @@ class ShelfStore(ModelWithLog[PoolReader]):
         if self._log is None or any(map(_mostly, dirty, dirty.values())):
             return False
         pieces = self._pieces(dirty)
-        lengths = [extent.length for extent, _, _ in pieces]
-        if entry_size(lengths, 0) > self._log.room:
+        if _size(pieces) > self._log.room:
             return False  # before anything is copied
-        patches = _copy_views(pieces)
-        if not self._append_entry(patches, contents):
+        bunches = _copy_views(pieces)
+        if not self._append_entry(bunches, contents):
             return False
         self.items = items
         self._logged.update(dirty)
-        _commit_patches(pieces, patches)
+        _commit_bunches(pieces, bunches)
         return True
 
-    def _pieces(self, dirty: Dirty) -> list[Piece]:
+    def _pieces(self, dirty: Dirty) -> Pieces:
         """Return the changed pieces of the version's arrays, cut at the ends of extents."""
-        found: list[Piece] = []
+        found: dict[int, list[Piece]] = {}
         for array, runs in dirty.items():
             for start, end in runs:
                 for extent in part(self._extents[array], start, end):
-                    found.append((extent, array, start))
+                    found.setdefault(extent.length, []).append((extent.offset, array, start))
                     start += extent.length
         return found
 
@@ -159,12 +160,11 @@ class ShelfStore(ModelWithLog[PoolReader]):
         logged = {each: runs for each, runs in dirty.items() if each not in afresh}
         log, entry = self._log, None
         pieces = self._pieces(logged)
-        size = entry_size([each.length for each, _, _ in pieces], 0) if pieces else 0
-        fold = log is None or log.used_extent.length + size > log.log.extent.length // 2
+        fold = log is None or log.used_extent.length + _size(pieces) > log.log.extent.length // 2
         if fold:
             afresh |= {each for each in arrays if each in self._logged or each in dirty}
-            pieces = []
-        patches = _copy_views(pieces)
+            pieces = {}
+        bunches = _copy_views(pieces)
         held: list[list[Extent]] = []
         try:
             groups, stored = self._groups(arrays, afresh, dirty, held)
@@ -176,9 +176,8 @@ class ShelfStore(ModelWithLog[PoolReader]):
                 log = LogWriter(writer.medium, fresh, look=writer.glance)
             assert log is not None
             count = log.count
-            if patches:
-                assert self._record is not None
-                entry = log.store(patches, b"", self._record.info.commit, flags=WITH_NEXT)
+            if bunches:
+                entry = log.store(bunches, b"", writer.catalogue().root.sequence + 1)
                 stored.append(entry)
                 count += 1
             record = writer.commit(
@@ -206,7 +205,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
         self._is_at(record, arrays, contents)
         self.items = items
         try:
-            _commit_patches(pieces, patches)
+            _commit_bunches(pieces, bunches)
         finally:
             self._commit_afresh([each for each in dirty if each in afresh])
 
@@ -306,9 +305,10 @@ class ShelfStore(ModelWithLog[PoolReader]):
         self._places = PatchPlaces(record)
 
     def _replay(self, entry: Entry) -> None:
-        for storage, start, data in self._places.of(entry):
+        for storage, first, data in self._places.of(entry):
             array = self._arrays[storage]
-            array.memory.committed[start : start + data.nbytes] = np.frombuffer(data, np.uint8)
+            for start, row in zip(first.tolist(), data, strict=True):
+                array.memory.committed[start : start + len(row)] = row
             self._logged.add(array)
 
     def _fetch(
@@ -368,19 +368,33 @@ def _mostly(array: Array, runs: Sequence[Run]) -> bool:
     return array.size >= _LARGE and 2 * sum(end - start for start, end in runs) > array.size
 
 
-def _copy_views(pieces: Sequence[Piece]) -> list[Patch]:
+def _size(pieces: Pieces) -> int:
+    """Return the bytes of an entry with these pieces; 0 if there are none."""
+    shapes = [(len(own), length) for length, own in pieces.items()]
+    return entry_size(0, shapes) if shapes else 0
+
+
+def _copy_views(pieces: Pieces) -> list[Bunch]:
     """Return copies of the views' current bytes."""
-    return [
-        (extent, array.memory.copy(start, start + extent.length)) for extent, array, start in pieces
-    ]
+    found = []
+    for length, own in pieces.items():
+        data = np.empty((len(own), length), np.uint8)
+        for row, (_, array, start) in enumerate(own):
+            data[row] = array.memory.view[start : start + length]
+        found.append(Bunch(np.array([offset for offset, _, _ in own]), data))
+    return found
 
 
-def _commit_patches(pieces: Sequence[Piece], patches: Sequence[Patch]) -> None:
-    """Copy committed patches to ``committed`` of arrays, even if an interrupt comes."""
+def _commit_bunches(pieces: Pieces, bunches: Sequence[Bunch]) -> None:
+    """Copy committed pieces to ``committed`` of arrays, even if an interrupt comes."""
     try:
-        for (_, array, start), (_, data) in zip(pieces, patches, strict=True):
-            array.memory.commit(start, data)
+        _commit_once(pieces, bunches)
     except BaseException:
-        for (_, array, start), (_, data) in zip(pieces, patches, strict=True):
-            array.memory.commit(start, data)
+        _commit_once(pieces, bunches)
         raise
+
+
+def _commit_once(pieces: Pieces, bunches: Sequence[Bunch]) -> None:
+    for (length, own), bunch in zip(pieces.items(), bunches, strict=True):
+        for (_, array, start), data in zip(own, bunch.data, strict=True):
+            array.memory.committed[start : start + length] = data

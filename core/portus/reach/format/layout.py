@@ -29,10 +29,7 @@ VERSION_ID_MAX: Final = 1 << 61
 NAME_SIZE_MAX: Final = 4096
 RECORD_SIZE_MAX: Final = 1 << 36
 
-WITH_NEXT: Final = 1
-"""A flag of a log entry: it belongs to the commit after the one on which it is based."""
-
-UNDO: Final = 2
+UNDO: Final = 1
 """A flag of a log entry: it has bytes of storages before they were changed in place, and counts as
 long as no entry without the flag comes after it."""
 
@@ -102,19 +99,17 @@ UNIT_DIGEST: Final = Record(
 
 LOG_ENTRY: Final = Record(
     "log entry",
-    96,
+    80,
     (
         Field("magic", "4s", "`PLOG`"),
-        Field("flags", "I", "1: it belongs to the next commit; 2: undo; the other bits are zero"),
+        Field("flags", "I", "1: undo; the other bits are zero"),
         Field("number", "Q", "1 for the first entry of the log, and so on"),
-        Field("commit", "Q", "that of the version that it stands on"),
+        Field("commit", "Q", "that of the version that it stands on, or is stored for"),
         Field("length", "Q", "bytes of the entry, this header included: whole pages"),
-        Field("patches", "Q", "number of its patches"),
         Field("contents_length", "Q", "bytes of its contents; 0: they stay as they were"),
         Field("name", "16s", "that of the log"),
         Field("bunches", "Q", "number of its bunches"),
-        Field("reserved", "Q", "zero"),
-        Field("digest", "16s", "of the 80 bytes before and all that follows in the entry"),
+        Field("digest", "16s", "of the 64 bytes before and all that follows in the entry"),
     ),
 )
 

@@ -297,8 +297,8 @@ def _places(record: VersionRecord) -> dict[int, int]:
 
 
 def _extents_of_entry(entry: Entry) -> list[Extent]:
-    """Return the extents of an entry's patches; of each bunch the first and the last one."""
-    found = [extent for extent, _ in entry.patches]
+    """Return the extents of the first and the last patch of each bunch."""
+    found = []
     for bunch in entry.bunches:
         if len(bunch.offset):
             ends = (int(bunch.offset.min()), int(bunch.offset.max()))

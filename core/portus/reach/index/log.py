@@ -6,11 +6,10 @@ That is its commit: one persist, where a new version needs two. Its digest tells
 there; nothing else is written for it. So an entry is stored only where none is, and never changes
 as long as a root reaches its log or a reader pins a version with it (V1).
 
-In the log of a version, the first ``entries`` ones count, and those after them that are based on
-the commit of that very version. An entry flagged "with next" was written for the commit that
-follows. It counts for versions that include it by their number, and is void if that commit failed.
-A patch names bytes of the pool. It applies to the storage that has them, unless that was born after
-the commit on which the entry is based: then the bytes belonged to another one.
+In the log of a version, the first ``entries`` ones count, and those after them that name the commit
+of that very version. An entry that is stored for a new version names its commit, and is void if
+that fails. A patch names bytes of the pool. It applies to the storage that has them, unless that
+was born after the commit that the entry names: then the bytes belonged to another one.
 
 The first missing entry ends the log: a crash tore it, or none was written there yet. Only the last
 entry can be torn. So a missing one with later entries of the same log after it is damage. A process
@@ -22,7 +21,7 @@ persist failed, its pages look clean, and the medium may not have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
@@ -34,13 +33,11 @@ from portus.engine.format.record import Value
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError
-from portus.reach.format.layout import BUNCH, ENTRY_MAGIC, EXTENT, LOG_ENTRY, UNDO, WITH_NEXT
+from portus.reach.format.layout import BUNCH, ENTRY_MAGIC, LOG_ENTRY, UNDO
 from portus.reach.index.records import VersionLog, VersionRecord
 from portus.reach.media.pool import ReadableMedium
 
 _DIGEST: Final = slice(LOG_ENTRY.size - 16, LOG_ENTRY.size)
-
-_NOTHING: Final = bytes(16)
 
 _ONE_STORE_MAX: Final = 1 << 20
 """Bytes of an entry that is assembled first, and stored in one call."""
@@ -50,19 +47,18 @@ _OFFSET_SIZE: Final = 8
 _BLOCK: Final = 8 << 20
 """Bytes to search together for headers of entries."""
 
-Patch = tuple[Extent, memoryview]
-"""An extent of the pool, and its new bytes."""
-
-
 Column = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+
+
+Shape = tuple[int, ...]
+"""Two numbers: patches of a bunch, and bytes of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bunch:
     """Patches of one length, such as rows of a table: ``offset`` of each in the pool, and ``data``,
-    of shape (patches, bytes of each), C-contiguous. They follow each other in the entry without
-    gaps."""
+    of shape (patches, bytes of each), C-contiguous."""
 
     offset: Column
     data: Bytes
@@ -70,16 +66,14 @@ class Bunch:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry, verified. ``contents``: empty if they did not change. ``bunches`` apply over
-    ``patches``. ``undo``: they hold the bytes before a change; see ``in_place``."""
+    """One entry, verified. ``contents``: empty if they did not change. ``undo``: the bunches hold
+    the bytes before a change; see ``in_place``."""
 
     extent: Extent
     number: int
     commit: int
-    with_next: bool
     contents: bytes
-    patches: Sequence[Patch]
-    bunches: Sequence[Bunch] = ()
+    bunches: Sequence[Bunch]
     undo: bool = False
 
 
@@ -116,9 +110,7 @@ def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
 
 
 def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
-    if entry.number <= log.entries:
-        return True
-    return not entry.with_next and entry.commit == record.info.commit
+    return entry.number <= log.entries or entry.commit == record.info.commit
 
 
 class PatchPlaces:
@@ -139,18 +131,7 @@ class PatchPlaces:
         self._within: Final = ((ends - length) - begins[owner])[order]
         self._born: Final = record.storages["born"].astype(np.int64)
 
-    def of(self, entry: Entry) -> Iterator[tuple[int, int, memoryview]]:
-        """Yield storage, first byte in it, and bytes, of each patch that applies."""
-        for extent, data in entry.patches:
-            row = int(np.searchsorted(self._offset, extent.offset, "right")) - 1
-            if row < 0 or extent.end > int(self._offset[row] + self._length[row]):
-                continue
-            storage = int(self._owner[row])
-            # Otherwise these bytes were another storage's when the entry was written.
-            if entry.commit >= int(self._born[storage]):
-                yield storage, int(self._within[row]) + extent.offset - int(self._offset[row]), data
-
-    def of_bunches(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:
+    def of(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:
         """Yield the storage, the first byte in it of each patch, and the bytes, of all bunches. A
         bunch may be split in several."""
         for bunch in entry.bunches:
@@ -162,6 +143,7 @@ class PatchPlaces:
             ends = self._offset[row] + self._length[row]
             there &= bunch.offset + bunch.data.shape[1] <= ends
             storage = self._owner[row]
+            # Otherwise these bytes were another storage's when the entry was written.
             there &= entry.commit >= self._born[storage]
             start = self._within[row] + bunch.offset - self._offset[row]
             for each in np.unique(storage[there]).tolist():
@@ -169,48 +151,37 @@ class PatchPlaces:
                 yield each, start[chosen], bunch.data[chosen]
 
 
-LoggedChange = tuple[int, memoryview] | tuple[Column, Bytes]
-
-
 @dataclass(frozen=True, slots=True)
 class LogState:
     """The changes that the log of a version makes to it, at one moment. ``contents``: None if they
-    are those of the version. ``changes``: for each storage, first byte and bytes (of patches of a
-    bunch: of each), later ones over earlier ones. ``entries``: how many counted. ``is_left``:
-    storages that are changed in place belong to a newer version by now."""
+    are those of the version. ``changes``: for each storage, the first byte of each patch and its
+    bytes, later ones over earlier ones. ``entries``: how many counted. ``undo``: the undo entries
+    that are pending, the last one first; their bytes must be stored again in this order."""
 
     contents: bytes | None
-    changes: Mapping[int, Sequence[LoggedChange]]
+    changes: Mapping[int, Sequence[tuple[Column, Bytes]]]
     entries: int = 0
-    is_left: bool = False
+    undo: Sequence[Entry] = ()
+
+    @property
+    def is_left(self) -> bool:
+        """True if storages that are changed in place belong to a newer version by now."""
+        return bool(self.undo) and not self.undo[0].bunches
 
     def over(self, storage: int, start: int, target: memoryview) -> None:
         """Apply the changes to ``target``, verified bytes from ``start`` of a storage."""
-        for change in self.changes.get(storage, ()):
-            if isinstance(change[0], int):
-                _patch_over(change[0], change[1], start, target)
-            else:
-                _bunch_over(change[0], change[1], start, target)
-
-
-def _patch_over(first: int, data: memoryview, start: int, target: memoryview) -> None:
-    low, high = max(first, start), min(first + len(data), start + len(target))
-    if low < high:
-        target[low - start : high - start] = data[low - first : high - first]
-
-
-def _bunch_over(first: Column, data: Bytes, start: int, target: memoryview) -> None:
-    length = data.shape[1]
-    if not length:
-        return
-    inside = (first >= start) & (first + length <= start + len(target))
-    if inside.any():
-        # Every byte begins a window; the windows of patches are overwritten as a whole.
-        count = len(target) - length + 1
-        windows = np.ndarray(count, f"V{length}", target, strides=(1,))
-        windows[first[inside] - start] = data[inside].view(f"V{length}")[:, 0]
-    for row in np.flatnonzero(~inside).tolist():  # partly in the target, or not at all
-        _patch_over(int(first[row]), data[row].data, start, target)
+        for first, data in self.changes.get(storage, ()):
+            length, windows = data.shape[1], len(target) - data.shape[1] + 1
+            inside = (first >= start) & (first < start + windows)
+            if inside.any() and length:
+                # Every byte begins a window; the windows of patches are overwritten as a whole.
+                whole = np.ndarray(windows, f"V{length}", target, strides=(1,))
+                whole[first[inside] - start] = data[inside].view(f"V{length}")[:, 0]
+            for row in np.flatnonzero(~inside).tolist():  # partly in the target, or not at all
+                at = int(first[row])
+                low, high = max(at, start), min(at + length, start + len(target))
+                if low < high:
+                    target[low - start : high - start] = data[row, low - at : high - at].data
 
 
 NOT_LOGGED: Final = LogState(None, {})
@@ -220,26 +191,25 @@ def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
     """Return all that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
-    places, contents, count, is_left = PatchPlaces(record), None, 0, False
+    places, contents, count = PatchPlaces(record), None, 0
     changes: dict[int, _Changes] = {}
     undo: list[Entry] = []
     for entry in entries(medium, record):
         count = entry.number
-        is_left = entry.undo and not (entry.patches or entry.bunches)
         if entry.undo:
-            undo.append(entry)
+            undo.insert(0, entry)
             continue
         # An ordinary entry ends the batch: nothing before it must be undone (decision 0178).
         undo.clear()
         contents = entry.contents or contents
         _add_changes(places, entry, changes)
-    for entry in reversed(undo):  # the oldest bytes last: they are from before the batch
+    for entry in undo:  # the oldest bytes last: they are from before the batch
         _add_changes(places, entry, changes)
     made = {storage: list(each.values()) for storage, each in changes.items()}
-    return LogState(contents, made, count, is_left)
+    return LogState(contents, made, count, undo)
 
 
-_Changes = dict[tuple[int, int], LoggedChange]
+_Changes = dict[tuple[int, int], tuple[Column, Bytes]]
 """Changes in order, by their places: first byte and length of one patch; for several, a number
 below 0, and 0."""
 
@@ -247,45 +217,18 @@ below 0, and 0."""
 def _add_changes(places: PatchPlaces, entry: Entry, changes: dict[int, _Changes]) -> None:
     """Add the changes of an entry. A patch at the same place replaces the one before: a dense part
     that each batch writes takes memory once."""
-    for storage, start, data in places.of(entry):
-        _add(changes.setdefault(storage, {}), (start, len(data)), (start, data))
-    for storage, starts, rows in places.of_bunches(entry):
+    for storage, starts, rows in places.of(entry):
         own = changes.setdefault(storage, {})
-        one = len(starts) == 1
-        _add(own, (int(starts[0]), rows.shape[1]) if one else (~len(own), 0), (starts, rows))
+        place = (int(starts[0]), rows.shape[1]) if len(starts) == 1 else (~len(own), 0)
+        own.pop(place, None)
+        own[place] = starts, rows
 
 
-def _add(changes: _Changes, place: tuple[int, int], change: LoggedChange) -> None:
-    changes.pop(place, None)
-    changes[place] = change
-
-
-def pending(medium: ReadableMedium, record: VersionRecord) -> list[Entry]:
-    """Return the undo entries of a pinned version's log that are pending, the last one first. Their
-    bytes must be stored again in this order. Raises as ``entries``."""
-    found: list[Entry] = []
-    for entry in entries(medium, record):
-        if entry.undo:
-            found.append(entry)
-        else:
-            found.clear()
-    return found[::-1]
-
-
-def entry_size(
-    lengths: Sequence[int], contents_length: int, bunches: Sequence[tuple[int, int]] = ()
-) -> int:
-    """Return the bytes of an entry with patches of ``lengths``, and ``bunches``, each a number of
-    patches and their length."""
-    size = _head_size(len(lengths), contents_length, len(bunches))
-    for length in lengths:
-        size += length + -length % PAGE
-    packed = sum(count * (_OFFSET_SIZE + length) for count, length in bunches)
-    return size + packed + -packed % PAGE
-
-
-def _head_size(patches: int, contents_length: int, bunches: int) -> int:
-    size = LOG_ENTRY.size + EXTENT.size * patches + BUNCH.size * bunches + contents_length
+def entry_size(contents_length: int, bunches: Iterable[Shape]) -> int:
+    """Return the bytes of an entry with contents and bunches of these sizes."""
+    size = LOG_ENTRY.size + contents_length
+    for count, length in bunches:
+        size += BUNCH.size + count * (_OFFSET_SIZE + length)
     return size + -size % PAGE
 
 
@@ -361,41 +304,43 @@ class LogWriter:
         self._look(0 if self._last is None else self._last.offset, self._last_header)
 
     def store(
-        self,
-        patches: Sequence[Patch],
-        contents: bytes,
-        commit: int,
-        bunches: Sequence[Bunch] = (),
-        *,
-        flags: int = 0,
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> Extent:
         """Store the next entry, for which there is room. Return the extent to persist, and then to
-        pass to ``advance``. ``bunches``: only if the version was committed as one that may have
-        some. ``flags``: as in the format. Raises ``MediumError``, and as ``look``."""
+        pass to ``advance``. Raises ``MediumError``, and as ``look``."""
         self.look()
         shapes = [each.data.shape for each in bunches]
-        size = entry_size([data.nbytes for _, data in patches], len(contents), shapes)
+        size = entry_size(len(contents), shapes)
         assert size <= self.room, "an entry outgrew its log"
-        extent = Extent(self._tail, size)
-        start, rest = self._head(size, patches, shapes, contents, commit, flags)
-        parts: list[memoryview | bytes] = []
-        for _, data in patches:
-            parts.append(data)
-            if padding := -data.nbytes % PAGE:
-                parts.append(bytes(padding))
-        parts += _pack(bunches)
+        start = LOG_ENTRY.row(
+            ENTRY_MAGIC,
+            UNDO if undo else 0,
+            self.count + 1,
+            commit,
+            size,
+            len(contents),
+            self.log.name,
+            len(bunches),
+            bytes(16),
+        )[: _DIGEST.start]
+        rows = [BUNCH.pack(length=length, patches=count) for count, length in shapes]
+        places = [each.offset.astype("<i8", copy=False).tobytes() for each in bunches]
+        rest = b"".join([*rows, contents, *places])
+        data = [each.data.reshape(-1).data for each in bunches]
+        used = LOG_ENTRY.size + len(rest) + sum(map(len, data))
+        parts: list[bytes | memoryview] = [rest, *data, bytes(size - used)]
         hasher = xxhash.xxh3_128(start)
-        for part in (rest, *parts):
+        for part in parts:
             hasher.update(part)
         self._stored_header = start + hasher.digest()
-        parts = [self._stored_header, rest, *parts]
+        parts[0] = self._stored_header + rest
         if size <= _ONE_STORE_MAX:
             parts = [b"".join(parts)]
-        position = extent.offset
+        position = self._tail
         for part in parts:
             self._put(position, part)
             position += len(part)
-        return extent
+        return Extent(self._tail, size)
 
     def _put(self, offset: int, data: bytes | memoryview) -> None:
         try:
@@ -412,63 +357,13 @@ class LogWriter:
         self.count += 1
 
     def append(
-        self,
-        patches: Sequence[Patch],
-        contents: bytes,
-        commit: int,
-        bunches: Sequence[Bunch] = (),
+        self, bunches: Sequence[Bunch], contents: bytes, commit: int, *, undo: bool = False
     ) -> None:
-        """Store an entry based on the version of ``commit``, and persist it, which commits it.
-        Raises as ``store``."""
-        stored = self.store(patches, contents, commit, bunches)
+        """Store an entry for the version of ``commit``, and persist it, which commits it; or the
+        bytes that are about to be changed in place, as ``undo``. Raises as ``store``."""
+        stored = self.store(bunches, contents, commit, undo=undo)
         self._medium.persist([stored])
         self.advance(stored)
-
-    def append_undo(self, commit: int, bunches: Sequence[Bunch]) -> None:
-        """Append an entry with the bytes that are about to be changed in place."""
-        stored = self.store([], b"", commit, bunches, flags=UNDO)
-        self._medium.persist([stored])
-        self.advance(stored)
-
-    def _head(
-        self,
-        size: int,
-        patches: Sequence[Patch],
-        bunches: Sequence[tuple[int, ...]],
-        contents: bytes,
-        commit: int,
-        flags: int,
-    ) -> tuple[bytes, bytes]:
-        """Return the bytes before the digest of an entry, and those after it up to the bytes of the
-        patches."""
-        header = LOG_ENTRY.row(
-            ENTRY_MAGIC,
-            flags,
-            self.count + 1,
-            commit,
-            size,
-            len(patches),
-            len(contents),
-            self.log.name,
-            len(bunches),
-            0,
-            _NOTHING,
-        )
-        rows = [EXTENT.row(where.offset, where.length) for where, _ in patches]
-        rows += [BUNCH.pack(length=length, patches=count) for count, length in bunches]
-        rest = b"".join([*rows, contents])
-        return header[: _DIGEST.start], rest + bytes(-(_DIGEST.stop + len(rest)) % PAGE)
-
-
-def _pack(bunches: Sequence[Bunch]) -> list[memoryview | bytes]:
-    """Return the offsets and the bytes of each bunch, and zeros to a full page."""
-    parts: list[memoryview | bytes] = []
-    for bunch in bunches:
-        offset = np.ascontiguousarray(bunch.offset, "<i8")
-        parts += [offset.data.cast("B"), bunch.data.reshape(-1).data]
-    parts = [part for part in parts if len(part)]
-    size = sum(map(len, parts))
-    return [*parts, bytes(-size % PAGE)] if size % PAGE else parts
 
 
 def _entry_at(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> Entry | None:
@@ -505,35 +400,27 @@ def _is_whole(entry: memoryview) -> bool:
 
 def _parse(data: memoryview, extent: Extent, name: str) -> Entry:
     header = LOG_ENTRY.unpack(data)
-    numbers = ("number", "commit", "patches", "contents_length", "flags", "bunches")
-    number, commit, count, contents_length, flags, bunched = (
-        cast(int, header[each]) for each in numbers
-    )
-    rows = EXTENT.array(data, LOG_ENTRY.size, count)
-    shapes_at = LOG_ENTRY.size + count * EXTENT.size
-    found = BUNCH.array(data, shapes_at, bunched)
-    shapes = list(zip(found["patches"].tolist(), found["length"].tolist(), strict=True))
-    contents_at = shapes_at + bunched * BUNCH.size
-    lengths = rows["length"].tolist()
-    if entry_size(lengths, contents_length, shapes) != extent.length:
+    numbers = ("number", "commit", "contents_length", "bunches", "flags")
+    number, commit, contents_length, count, flags = (cast(int, header[each]) for each in numbers)
+    rows = BUNCH.array(data, LOG_ENTRY.size, count)
+    shapes = list(zip(rows["patches"].tolist(), rows["length"].tolist(), strict=True))
+    if entry_size(contents_length, shapes) != extent.length:
         raise CorruptionError(
             f"log entry at byte {extent.offset} of {name}: its patches are not its "
             f"{extent.length} bytes"
         )
-    patches, at = [], _head_size(count, contents_length, bunched)
-    for offset, length in zip(rows["offset"].tolist(), lengths, strict=True):
-        patches.append((Extent(offset, length), data[at : at + length]))
-        at += length + -length % PAGE
+    at = LOG_ENTRY.size + BUNCH.size * count
+    contents = bytes(data[at : at + contents_length])
+    at += contents_length
+    patches = sum(many for many, _ in shapes)
+    offset = np.frombuffer(data, "<i8", patches, at).astype(np.int64)
+    at += patches * _OFFSET_SIZE
     bunches = []
     for many, length in shapes:
-        offsets = np.frombuffer(data, "<i8", many, at).astype(np.int64)
-        at += many * _OFFSET_SIZE
-        rows_of = np.frombuffer(data, np.uint8, many * length, at).reshape(many, length)
-        bunches.append(Bunch(offsets, rows_of))
-        at += many * length
-    contents = bytes(data[contents_at : contents_at + contents_length])
-    with_next, undo = bool(flags & WITH_NEXT), bool(flags & UNDO)
-    return Entry(extent, number, commit, with_next, contents, patches, bunches, undo)
+        own = np.frombuffer(data, np.uint8, many * length, at).reshape(many, length)
+        bunches.append(Bunch(offset[:many], own))
+        offset, at = offset[many:], at + many * length
+    return Entry(extent, number, commit, contents, bunches, bool(flags & UNDO))
 
 
 def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> bool:
