@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from portus.companions.embedding.fold import Slices, _cut
+from portus.companions.embedding.fold import Slices
 from portus.companions.embedding.moment import Moment
 from portus.companions.embedding.store import TableStore
+from portus.companions.model_log import _cut
 
 
 def _without(

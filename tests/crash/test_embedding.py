@@ -280,15 +280,15 @@ def the_log_is_cut_too_early(patch: pytest.MonkeyPatch) -> None:
     right = TableStore._replace
 
     def wrong(self: TableStore, fold: Fold) -> None:
-        old, version = self._log, fold.version
+        old, finish = self._log, fold.finish
 
         def cutting(*arguments: Any) -> Any:  # once it was seen that nobody else changed it
             if old is not None:
                 self.pool.medium.store(old.log.extent.offset, bytes(old.used_extent.length))
-            return version(*arguments)
+            return finish(*arguments)
 
         with pytest.MonkeyPatch.context() as within:
-            within.setattr(fold, "version", cutting)
+            within.setattr(fold, "finish", cutting)
             right(self, fold)
 
     patch.setattr(TableStore, "_replace", wrong)

@@ -1,26 +1,30 @@
 """The newest version of one model in a pool, and the log over it, whose entries are changes.
 
 A commit is an entry of the log, if there is room for it and it is a change of bytes; else it is a
-new version, which keeps the log or has another one. Shelves and tables are both such a model.
+new version, which keeps the log or has another one. Shelves and tables are both such a model. A new
+version keeps the extents of unchanged storages; others are stored to new extents in ``Pieces``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from portus.engine.spec import PAGE
+from portus.engine.copying.local import copy
+from portus.engine.copying.segments import Column, Digests, Source, Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, Entry, LogWriter, entries, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionLog, VersionRecord
-from portus.reach.versions.parts import StorageRows, rows_of
+from portus.reach.versions.parts import StorageRows, part, rows_of
 
 Pool = TypeVar("Pool", bound=PoolReader)
 
@@ -76,6 +80,28 @@ class ModelWithLog(Generic[Pool]):
         log.append(bunches, said, record.info.commit)
         self._open_end, self._contents = True, contents
         return size
+
+    def _commit_version(
+        self,
+        step: int,
+        contents: bytes,
+        groups: list[StorageRows],
+        lengths: Column,
+        log: LogWriter,
+        stored: Sequence[Extent] = (),
+        entries: int | None = None,
+    ) -> VersionRecord:
+        """Commit by a version of storages of ``lengths``, each in one group, with a log of so many
+        entries; None: all that it has. Make the extents ``stored`` durable. Return its record."""
+        assert isinstance(self.pool, PoolWriter), "a pool for reading was committed to"
+        now = replace(log.log, entries=log.count if entries is None else entries)
+        new = version_of(self.model, step, contents, groups, lengths, now)
+        record = self.pool.commit(new, stored, self._superseded_versions())
+        assert record is not None
+        assert record.log is not None
+        self._record, self._contents, self._log = record, contents, log
+        log.log, self._open_end = record.log, False
+        return record
 
     def _superseded_versions(self) -> list[int]:
         """Return the ids of the versions that the next one replaces: more after a rescue."""
@@ -133,12 +159,12 @@ def version_of(
     step: int,
     contents: bytes,
     groups: list[StorageRows],
-    lengths: NDArray[np.int64],
+    lengths: Column,
     log: VersionLog | None,
-    *,
     token: bytes | None = None,
 ) -> NewVersion:
-    """Return a version of storages of ``lengths``, each in one group, to be committed."""
+    """Return a version of storages of ``lengths``, each in one group, to be committed. token: None:
+    a random one."""
     storages, extents, units = rows_of(groups, lengths)
     return NewVersion(
         model=model,
@@ -150,3 +176,88 @@ def version_of(
         units=units,
         log=log,
     )
+
+
+PIECE: Final = UNIT
+"""Bytes to copy and persist together, and so the longest that a batch may have to wait for."""
+
+
+class Pieces:
+    """Storages on their way into new extents, in pieces. One thread at a time."""
+
+    def __init__(
+        self, pool: PoolWriter, indices: Column, address: Column, length: Column, piece: int = PIECE
+    ) -> None:
+        """Reserve room for the storages ``indices``, whose bytes are at ``address`` in this
+        process. piece: the bytes of a piece, which may be larger if it is of a single storage.
+        Raises ``MediumError``; then nothing is held."""
+        self._pool: Final = pool
+        self.indices: Final = indices
+        self._held: Final[list[list[Extent]]] = []
+        lengths = length.tolist()
+        try:
+            for each in lengths:
+                self._held.append(pool.reserve(each) if each else [])
+        except BaseException:
+            self.release()
+            raise
+        self.extents: Final = [
+            part(extents, 0, each) for extents, each in zip(self._held, lengths, strict=True)
+        ]
+        """The new extents of each storage."""
+        self._pieces: Final = list(_cut(address.tolist(), lengths, self.extents, piece))
+        self._digests: Final[list[Digests]] = []
+        self.size: Final = int(sum(lengths))
+        """Bytes of all storages."""
+        self.done = 0
+        """Bytes that are stored."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True once all pieces are stored."""
+        return len(self._digests) == len(self._pieces)
+
+    def store(self, stop: Stop) -> list[Extent]:
+        """Store the next piece, and return its extents, which are not durable yet. ``stop``: says
+        whether something waits. Raises ``MediumError``."""
+        piece = self._pieces[len(self._digests)]
+        self._digests.append(copy(self._pool.medium, piece, stop))
+        self.done += sum(source.length for source in piece)
+        return [extent for source in piece for extent in source.extents]
+
+    def go_on(self, stop: Stop, others: Sequence[Extent] = ()) -> None:
+        """Store the next piece; it and ``others``, which were stored before, are durable on return.
+        Raises as ``store``."""
+        self._pool.medium.persist([*others, *self.store(stop)])
+
+    def rows(self, born: int = 0) -> StorageRows:
+        """Return the rows of the storages once all are stored. born: the commit before which no
+        version had their extents; 0: the next one."""
+        units = np.concatenate([np.empty((0, 16), np.uint8), *self._digests])
+        return StorageRows.over(self.indices, self.extents, units, born)
+
+    def release(self) -> None:
+        """Release the reserved room. All that was not committed becomes free."""
+        for each in self._held:
+            self._pool.release(each)
+        self._held.clear()
+
+
+def _cut(
+    addresses: Sequence[int], lengths: Sequence[int], extents: Sequence[Sequence[Extent]], most: int
+) -> Iterator[list[Source]]:
+    """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
+    bytes. Each source has one digest."""
+    piece: list[Source] = []
+    size = 0
+    for address, length, own in zip(addresses, lengths, extents, strict=True):
+        for start in range(0, max(1, length), UNIT):
+            step = min(UNIT, length - start)
+            if piece and size + step > most:
+                yield piece
+                piece, size = [], 0
+            inside = tuple(part(own, start, start + step))
+            piece.append(Source(address + start if step else 0, step, inside))
+            size += step
+    if piece:
+        yield piece

@@ -425,15 +425,15 @@ def test_a_load_that_is_refused_leaves_no_view_of_its_tables(
 def test_nobody_else_goes_on_with_what_an_update_folds_in(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version, shared = Fold.version, list[bool]()
+    finish, shared = Fold.finish, list[bool]()
     training = InPlace()
     with training.protected(device) as tables, monkeypatch.context() as patch:
 
         def told(self: Fold, *rest: Any) -> Any:
             shared.append(tables._store.has_more)
-            return version(self, *rest)
+            return finish(self, *rest)
 
-        patch.setattr(Fold, "version", told)
+        patch.setattr(Fold, "finish", told)
         while len(shared) < 3:
             with tables.batch():
                 training.step(tables.batches + 1)

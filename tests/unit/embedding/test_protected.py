@@ -218,14 +218,14 @@ def test_no_batch_waits_for_a_whole_image_also_if_batches_leave_no_time(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing: list[bool] = []
-    version, small = Fold.version, Small(torch.optim.Adagrad)
+    finish, small = Fold.finish, Small(torch.optim.Adagrad)
 
     def told(self: Fold, *rest: Any) -> Any:
         missing.append(not self.image.is_whole)
-        return version(self, *rest)
+        return finish(self, *rest)
 
     monkeypatch.setattr(fold, "PIECE", 1)
-    monkeypatch.setattr(Fold, "version", told)
+    monkeypatch.setattr(Fold, "finish", told)
     monkeypatch.setattr(TableStore, "has_more", False)
     with small.protect(path) as tables:
         while len(missing) < 4:

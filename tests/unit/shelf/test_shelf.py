@@ -18,9 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import portus
+from portus.companions import model_log
 from portus.companions.media import private
 from portus.companions.media.private import PrivateMapping, WriteDetection
-from portus.companions.shelf import Shelf, store
+from portus.companions.shelf import Shelf
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.spec import PAGE
 from portus.errors import BusyError, CorruptionError, MediumError, PortusError, UsageError
@@ -388,7 +389,7 @@ def test_what_a_thread_writes_while_it_is_stored_is_in_the_next_commit(
 ) -> None:
     """By an entry of the log, or by new extents."""
     path = tmp_path / "a.portus"
-    place = LogWriter if moment == "append" else store
+    place = LogWriter if moment == "append" else model_log
     right = getattr(place, moment)
 
     def and_then_written(*arguments: Any) -> Any:

@@ -19,86 +19,19 @@ based on a commit of their own. Until then each batch is also an entry of the ol
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from portus.companions.embedding.moment import Column, Moment
-from portus.companions.model_log import version_of
-from portus.engine.copying.local import copy
-from portus.engine.copying.segments import Digests, Source, Stop
-from portus.engine.format.checksum import UNIT
+from portus.companions.embedding.moment import Moment
+from portus.companions.model_log import PIECE, Pieces
+from portus.engine.copying.segments import Stop
 from portus.engine.spec import Extent
-from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage, VersionLog
-from portus.reach.versions.parts import StorageRows, part
-
-PIECE: Final = UNIT
-"""Bytes to copy and persist together, and so the longest that a batch may have to wait for."""
-
-
-class Pieces:
-    """Storages that are written in pieces. One thread at a time."""
-
-    def __init__(
-        self, pool: PoolWriter, moment: Moment, indices: Column, piece: int | None = None
-    ) -> None:
-        """Reserve room for the storages ``indices`` of a moment. piece: the bytes of a piece, which
-        may be larger if it is of a single storage; None: ``PIECE``. Raises ``MediumError``; then
-        nothing is held."""
-        self._pool: Final = pool
-        self._alive: Final = moment.alive
-        self.indices: Final = indices
-        self._held: Final[list[list[Extent]]] = []
-        lengths = moment.length[indices].tolist()
-        try:
-            for length in lengths:
-                self._held.append(pool.reserve(length) if length else [])
-        except BaseException:
-            self.release()
-            raise
-        self.extents: Final = [
-            part(extents, 0, length) for extents, length in zip(self._held, lengths, strict=True)
-        ]
-        """The new extents of each storage."""
-        cut = _cut(moment.address[indices].tolist(), lengths, self.extents, piece or PIECE)
-        self._pieces: Final = list(cut)
-        self._digests: Final[list[Digests]] = []
-        self.size: Final = int(sum(lengths))
-        """Bytes of all storages."""
-        self.done = 0
-        """Bytes that are durable."""
-
-    @property
-    def is_whole(self) -> bool:
-        """True once all pieces are durable."""
-        return len(self._digests) == len(self._pieces)
-
-    def go_on(self, stop: Stop, others: Sequence[Extent] = ()) -> None:
-        """Store the next piece; it and ``others``, which were stored before, are durable on return.
-        ``stop``: says whether a batch waits. Raises ``MediumError``."""
-        piece = self._pieces[len(self._digests)]
-        digests = copy(self._pool.medium, piece, stop)
-        stored = [extent for source in piece for extent in source.extents]
-        self._pool.medium.persist([*others, *stored])
-        self._digests.append(digests)
-        self.done += sum(source.length for source in piece)
-
-    def rows(self, born: int = 0) -> StorageRows:
-        """Return the rows of the storages once all are durable. born: the commit before which no
-        version had their extents; 0: the next one."""
-        units = np.concatenate([np.empty((0, 16), np.uint8), *self._digests])
-        return StorageRows.over(self.indices, self.extents, units, born)
-
-    def release(self) -> None:
-        """Release the reserved room. All that was not committed becomes free."""
-        for each in self._held:
-            self._pool.release(each)
-        self._held.clear()
+from portus.reach.versions.parts import StorageRows
 
 
 class Slices(Pieces):
@@ -108,8 +41,9 @@ class Slices(Pieces):
         """Begin to store the storages that ``moment`` leaves, and reserve room for them. Raises
         ``MediumError``; then nothing is held."""
         indices = np.array(sorted(moment.left), np.int64)
-        size = int(moment.length[indices].sum())
-        super().__init__(pool, moment, indices, max(1, min(PIECE, size // moment.sliced)))
+        lengths = moment.length[indices]
+        size = max(1, min(PIECE, int(lengths.sum()) // moment.sliced))
+        super().__init__(pool, indices, moment.address[indices], lengths, size)
         self.moment: Final = moment
         self.due = 1
         """Slices to write before the next batch is committed."""
@@ -136,13 +70,15 @@ class Fold:
         it, except storages that are ``kept`` in place, such as those changed ``in_place``. Raises
         ``MediumError``; then nothing is held."""
         self._pool: Final = pool
-        self._length: Final = moment.length
+        self._alive: Final = moment.alive
+        self.length: Final = moment.length
         self._kept: Final = kept
         self._born: Final = pool.catalogue().root.sequence + 1
         """A commit number between the reservation of the pages and the commit."""
         there = [index for each in kept for index in each.indices.tolist()]
         afresh = np.setdiff1d(np.arange(len(moment.length)), there)
-        self.image: Final = Pieces(pool, moment, afresh)
+        columns = moment.address[afresh], moment.length[afresh]
+        self.image: Final = Pieces(pool, afresh, *columns, PIECE)
         try:
             [self._area] = pool.reserve(log_length, contiguous=True)
         except BaseException:
@@ -150,7 +86,7 @@ class Fold:
             raise
         # A name of its own: remains of other logs in these pages count for nothing.
         log = VersionLog(self._area, os.urandom(16), self._born, 0, tuple(in_place))
-        self._log: Final = LogWriter(pool.medium, log, look=pool.glance)
+        self.log: Final = LogWriter(pool.medium, log, look=pool.glance)
         self._persisted = 0
         """Bytes of the log that are durable."""
         self.batch = moment.batch
@@ -180,25 +116,16 @@ class Fold:
     def go_on(self, stop: Stop) -> None:
         """Copy the next piece; it and all additions are durable on return. ``stop``: says whether a
         batch waits. Raises ``MediumError``."""
-        used = self._log.used_extent.length
+        used = self.log.used_extent.length
         self.image.go_on(stop, self._unpersisted_extents())
         self._persisted = used
 
-    def version(self, model: str, stop: Stop) -> tuple[NewVersion, list[Extent]]:
-        """Return the version of the fold, and the extents that are still to be persisted. Copies
-        all missing pieces. No update may run, nor may one have run since the last batch was added.
-        """
+    def finish(self, stop: Stop) -> tuple[list[StorageRows], list[Extent]]:
+        """Copy all missing pieces. Return the rows of all storages, and the extents that are still
+        to be persisted. No update may run, nor may one have run since the last batch was added."""
         while not self.image.is_whole:
             self.go_on(stop)
-        log = replace(self._log.log, entries=self._log.count)
-        groups = [self.image.rows(self._born), *self._kept]
-        new = version_of(model, self.batch, self.contents, groups, self._length, log)
-        return new, self._unpersisted_extents()
-
-    def log(self, committed: VersionLog) -> LogWriter:
-        """Return the log as the committed version has it, ready for more entries."""
-        self._log.log = committed
-        return self._log
+        return [self.image.rows(self._born), *self._kept], self._unpersisted_extents()
 
     def release(self) -> None:
         """Release the reserved room. All that was not committed becomes free."""
@@ -206,32 +133,12 @@ class Fold:
         self._pool.release([self._area])
 
     def _add(self, bunches: list[Bunch]) -> bool:
-        if entry_size(0, [each.data.shape for each in bunches]) > self._log.room:
+        if entry_size(0, [each.data.shape for each in bunches]) > self.log.room:
             return False
-        self._log.advance(self._log.store(bunches, b"", self._born))
+        self.log.advance(self.log.store(bunches, b"", self._born))
         return True
 
     def _unpersisted_extents(self) -> list[Extent]:
-        used = self._log.used_extent
+        used = self.log.used_extent
         rest = Extent(used.offset + self._persisted, used.length - self._persisted)
         return [rest] if rest.length else []
-
-
-def _cut(
-    addresses: Sequence[int], lengths: Sequence[int], extents: Sequence[Sequence[Extent]], most: int
-) -> Iterator[list[Source]]:
-    """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
-    bytes. Each source has one digest."""
-    piece: list[Source] = []
-    size = 0
-    for address, length, own in zip(addresses, lengths, extents, strict=True):
-        for start in range(0, max(1, length), UNIT):
-            step = min(UNIT, length - start)
-            if piece and size + step > most:
-                yield piece
-                piece, size = [], 0
-            inside = tuple(part(own, start, start + step))
-            piece.append(Source(address + start if step else 0, step, inside))
-            size += step
-    if piece:
-        yield piece

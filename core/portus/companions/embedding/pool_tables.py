@@ -25,10 +25,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.companions.embedding.fold import Fold, Pieces
+from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Bytes, Column, Moment, RowsThere, TensorLocation
 from portus.companions.embedding.store import MARKS, TableStore
-from portus.companions.model_log import version_of
+from portus.companions.model_log import Pieces, version_of
 from portus.engine.copying.segments import Stop, memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.media.base import MappedMedium
@@ -157,12 +157,12 @@ class PlacedStore(TableStore):
         if self._log is not None:
             self._log.look()
         moment = self._standing()
-        image = Pieces(self.pool, moment, np.arange(len(moment.length)))
+        image = Pieces(self.pool, np.arange(len(moment.length)), moment.address, moment.length)
         try:
             while not image.is_whole:
                 image.go_on(Stop())
             rows = [image.rows()]
-            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token=token)
+            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token)
             self.pool.commit(made, (), retire)
         finally:
             image.release()

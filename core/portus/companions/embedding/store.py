@@ -161,7 +161,7 @@ class TableStore(ModelWithLog[PoolWriter]):
         now = replace(log.log, entries=log.count)
         every = [share(record, np.arange(len(record.storages)))]
         length = record.length
-        made = version_of(MARKS, batch, self._contents, every, length, now, token=token)
+        made = version_of(MARKS, batch, self._contents, every, length, now, token)
         self.pool.commit(made, (), retire)
 
     # --- a batch in the log ---------------------------------------------------------------------
@@ -225,18 +225,13 @@ class TableStore(ModelWithLog[PoolWriter]):
         record, log = self._record, self._log
         assert record is not None
         assert log is not None
-        others = np.setdiff1d(np.arange(len(record.storages)), slices.indices)
+        others, dense = np.setdiff1d(np.arange(len(record.storages)), slices.indices), slices.moment
         groups: list[StorageRows] = [slices.rows(), share(record, others)]
-        now, dense = replace(log.log, entries=log.count), slices.moment
-        new = version_of(MODEL, self.batch, dense.contents, groups, dense.length, now)
         try:
-            made = self.pool.commit(new, (), self._superseded_versions())
+            self._commit_version(self.batch, dense.contents, groups, dense.length, log)
         finally:
             self._give_up_slices()
-        assert made is not None
-        assert made.log is not None
-        self._record, log.log = made, made.log
-        self._contents, self._dense_batch = dense.contents, dense.dense_batch
+        self._dense_batch = dense.dense_batch
         if self._fold is not None and not self._fold.add_dense(dense):
             self._give_up_fold()
 
@@ -275,16 +270,12 @@ class TableStore(ModelWithLog[PoolWriter]):
         try:
             if self._log is not None:
                 self._log.look()
-            new, stored = fold.version(MODEL, Stop())
-            record = self.pool.commit(new, stored, self._superseded_versions())
+            groups, stored = fold.finish(Stop())
+            self._commit_version(fold.batch, fold.contents, groups, fold.length, fold.log, stored)
         finally:
             self._fold = None
             fold.release()
-        assert record is not None
-        assert record.log is not None
-        self._dense_batch = fold.dense_batch
-        self._record, self._log = record, fold.log(record.log)
-        self._contents, self._alike, self._open_end = fold.contents, (b"", None), False
+        self._dense_batch, self._alike = fold.dense_batch, (b"", None)
         self._has_no_room = False
 
     def _give_up_fold(self) -> None:

@@ -26,15 +26,14 @@ from typing import Final
 import numpy as np
 
 from portus.companions.media.private import Run
-from portus.companions.model_log import ModelWithLog, version_of
+from portus.companions.model_log import ModelWithLog, Pieces
 from portus.companions.shelf.items import Array, Item, encode
-from portus.engine.copying.local import copy, fetch, load_stored
-from portus.engine.copying.segments import Source, Stop
+from portus.engine.copying.local import fetch, load_stored
+from portus.engine.copying.segments import Column, Source, Stop
 from portus.engine.format.checksum import unit_counts
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.reach.format.items import StoredArray, decode
-from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
@@ -52,7 +51,7 @@ Dirty = Mapping[Array, Sequence[Run]]
 Piece = tuple[int, Array, int]
 """A place in the pool, and the array and its first byte that are there."""
 
-Pieces = Mapping[int, Sequence[Piece]]
+Changed = Mapping[int, Sequence[Piece]]
 """Pieces by their length."""
 
 
@@ -131,7 +130,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
         _commit_bunches(pieces, bunches)
         return True
 
-    def _pieces(self, dirty: Dirty) -> Pieces:
+    def _pieces(self, dirty: Dirty) -> Changed:
         """Return the changed pieces of the version's arrays, cut at the ends of extents."""
         found: dict[int, list[Piece]] = {}
         for array, runs in dirty.items():
@@ -151,67 +150,71 @@ class ShelfStore(ModelWithLog[PoolReader]):
         dirty: Dirty,
     ) -> None:
         """Commit by a new version."""
-        writer = self._writer()
-        if self._log is not None:
-            self._log.look()
-        there = set(self._arrays)
-        afresh = {each for each in arrays if each not in there}
-        afresh |= {each for each in arrays if each in dirty and _mostly(each, dirty[each])}
+        writer, log = self._writer(), self._log
+        if log is not None:
+            log.look()
+        before = {each: index for index, each in enumerate(self._arrays)}
+        afresh = {
+            each for each in arrays if each not in before or _mostly(each, dirty.get(each, ()))
+        }
         logged = {each: runs for each, runs in dirty.items() if each not in afresh}
-        log, entry = self._log, None
         pieces = self._pieces(logged)
         fold = log is None or log.used_extent.length + _size(pieces) > log.log.extent.length // 2
         if fold:
             afresh |= {each for each in arrays if each in self._logged or each in dirty}
             pieces = {}
         bunches = _copy_views(pieces)
-        held: list[list[Extent]] = []
+        lengths = np.array([each.size for each in arrays], np.int64)
+        is_new = np.array([each in afresh for each in arrays], bool)
+        image = Pieces(
+            writer, np.flatnonzero(is_new), _addresses(arrays, dirty)[is_new], lengths[is_new]
+        )
+        groups, stored, held, entry = list[StorageRows](), list[Extent](), list[Extent](), None
         try:
-            groups, stored = self._groups(arrays, afresh, dirty, held)
+            while not image.is_whole:
+                stored += image.store(Stop())
+            groups.append(image.rows())
+            if not is_new.all():
+                assert self._record is not None
+                old = [before[each] for each in arrays if each not in afresh]
+                group = share(self._record, np.array(old, np.int64))
+                groups.append(replace(group, indices=np.flatnonzero(~is_new)))
             if fold:
-                length = self._log_length(sum(each.size for each in arrays))
-                [area] = writer.reserve(length, contiguous=True)
-                held.append([area])
-                fresh = VersionLog(area, os.urandom(16), 0, 0)
+                held = writer.reserve(self._log_length(int(lengths.sum())), contiguous=True)
+                fresh = VersionLog(held[0], os.urandom(16), 0, 0)
                 log = LogWriter(writer.medium, fresh, look=writer.glance)
             assert log is not None
-            count = log.count
             if bunches:
                 entry = log.store(bunches, b"", writer.catalogue().root.sequence + 1)
                 stored.append(entry)
-                count += 1
-            record = writer.commit(
-                self._version(arrays, groups, contents, replace(log.log, entries=count)),
-                stored,
-                self._superseded_versions(),
-            )
-        except BaseException:
+            step = 0 if self._record is None else self._record.info.step + 1
+            count = log.count + bool(bunches)
+            self._commit_version(step, contents, groups, lengths, log, stored, count)
+        except PortusError:
             if entry is not None and log is not None:
                 # If it is poisoned, nothing is appended.
                 with contextlib.suppress(MediumError, CorruptionError):
                     log.cut()  # or it would count for the next version
             raise
         finally:
-            for extents in held:
-                # Pages that the commit reaches stay: a reservation only keeps other saves off.
-                writer.release(extents)
-        assert record is not None
-        assert record.log is not None
-        log.log = record.log
+            # Pages that the commit reaches stay: a reservation only keeps other saves off.
+            image.release()
+            writer.release(held)
         if entry is not None:
             log.advance(entry)
         self._logged = set() if fold else (self._logged | set(logged)) - afresh
-        self._log = log
-        self._is_at(record, arrays, contents)
+        self._note_arrays(arrays)
         self.items = items
         try:
             _commit_bunches(pieces, bunches)
         finally:
             self._commit_afresh([each for each in dirty if each in afresh])
 
-    def _is_at(self, record: VersionRecord, arrays: list[Array], contents: bytes) -> None:
-        self._record, self._arrays, self._contents = record, arrays, contents
-        self._extents = {each: record.storage_extents(i) for i, each in enumerate(arrays)}
+    def _note_arrays(self, arrays: list[Array]) -> None:
+        """Note the arrays of the newest version, in the order of its storages."""
+        assert self._record is not None
+        extents = map(self._record.storage_extents, range(len(arrays)))
+        self._arrays, self._extents = arrays, dict(zip(arrays, extents, strict=True))
 
     def _commit_afresh(self, arrays: Sequence[Array]) -> None:
         """Fill ``committed`` of arrays from the version, to which their views were stored."""
@@ -227,55 +230,6 @@ class ShelfStore(ModelWithLog[PoolReader]):
                 np.copyto(each.memory.committed, each.memory.view)
             self.pool.medium.poison("the committed state could not be read back; open it again")
             raise
-
-    def _groups(
-        self,
-        arrays: Sequence[Array],
-        afresh: Collection[Array],
-        dirty: Collection[Array],
-        held: list[list[Extent]],
-    ) -> tuple[list[StorageRows], list[Extent]]:
-        """Return the rows of all storages, and the extents that were stored to. Those ``afresh``
-        are copied to new extents, which are ``held``: from their views if they are ``dirty``, else
-        from their committed memory."""
-        writer = self._writer()
-        before = {each: index for index, each in enumerate(self._arrays)}
-        kept = [index for index, each in enumerate(arrays) if each not in afresh]
-        new = [index for index, each in enumerate(arrays) if each in afresh]
-        groups = []
-        if kept:
-            assert self._record is not None
-            old = np.array([before[arrays[index]] for index in kept], np.int64)
-            group = share(self._record, old)
-            groups.append(replace(group, indices=np.array(kept, np.int64)))
-        stored: list[Extent] = []
-        if new:
-            sources_: list[Source] = []
-            for index in new:
-                array = arrays[index]
-                extents = writer.reserve(array.size) if array.size else []
-                held.append(extents)
-                own = part(extents, 0, array.size)
-                stored += own
-                memory = array.memory.view if array in dirty else array.memory.committed
-                address = memory.ctypes.data if array.size else 0
-                sources_.append(Source(address, array.size, tuple(own)))
-            digests = copy(writer.medium, sources_, Stop())
-            own_extents = [each.extents for each in sources_]
-            groups.append(StorageRows.over(np.array(new, np.int64), own_extents, digests))
-        return groups, stored
-
-    def _version(
-        self,
-        arrays: Sequence[Array],
-        groups: list[StorageRows],
-        contents: bytes,
-        log: VersionLog,
-    ) -> NewVersion:
-        before = self._record
-        step = 0 if before is None else before.info.step + 1
-        lengths = np.array([each.size for each in arrays], np.int64)
-        return version_of(MODEL, step, contents, groups, lengths, log)
 
     def _writer(self) -> PoolWriter:
         assert isinstance(self.pool, PoolWriter), "a shelf for reading was committed"
@@ -293,7 +247,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
             each.memory.refresh()
             each.is_read_only = not isinstance(self.pool, PoolWriter)
         self.items = decode(self._contents, self._version_arrays)
-        self._is_at(record, arrays, self._contents)
+        self._note_arrays(arrays)
         del self._version_arrays, self._places  # arrays that are not on the shelf any more may go
 
     def _begin(self, record: VersionRecord, contents: bytes) -> None:
@@ -315,9 +269,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
         self, record: VersionRecord, arrays: Sequence[Array], names: Mapping[int, str]
     ) -> None:
         lengths = record.length
-        address = np.array(
-            [each.memory.committed.ctypes.data if each.size else 0 for each in arrays], np.int64
-        )
+        address = _addresses(arrays)
         group = share(record, np.arange(len(arrays)))
         found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
@@ -363,18 +315,25 @@ class _VersionArrays:
         return [self._found[index] for index in range(len(self._lengths))]
 
 
+def _addresses(arrays: Sequence[Array], dirty: Collection[Array] = ()) -> Column:
+    """Return the address of the committed memory of each array; of its view if it is ``dirty``; 0
+    if it is empty."""
+    memories = [each.memory.view if each in dirty else each.memory.committed for each in arrays]
+    return np.array([each.ctypes.data if len(each) else 0 for each in memories], np.int64)
+
+
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:
     """Return whether an array is large, and more than half of it changed."""
     return array.size >= _LARGE and 2 * sum(end - start for start, end in runs) > array.size
 
 
-def _size(pieces: Pieces) -> int:
+def _size(pieces: Changed) -> int:
     """Return the bytes of an entry with these pieces; 0 if there are none."""
     shapes = [(len(own), length) for length, own in pieces.items()]
     return entry_size(0, shapes) if shapes else 0
 
 
-def _copy_views(pieces: Pieces) -> list[Bunch]:
+def _copy_views(pieces: Changed) -> list[Bunch]:
     """Return copies of the views' current bytes."""
     found = []
     for length, own in pieces.items():
@@ -385,7 +344,7 @@ def _copy_views(pieces: Pieces) -> list[Bunch]:
     return found
 
 
-def _commit_bunches(pieces: Pieces, bunches: Sequence[Bunch]) -> None:
+def _commit_bunches(pieces: Changed, bunches: Sequence[Bunch]) -> None:
     """Copy committed pieces to ``committed`` of arrays, even if an interrupt comes."""
     try:
         _commit_once(pieces, bunches)
@@ -394,7 +353,7 @@ def _commit_bunches(pieces: Pieces, bunches: Sequence[Bunch]) -> None:
         raise
 
 
-def _commit_once(pieces: Pieces, bunches: Sequence[Bunch]) -> None:
+def _commit_once(pieces: Changed, bunches: Sequence[Bunch]) -> None:
     for (length, own), bunch in zip(pieces.items(), bunches, strict=True):
         for (_, array, start), data in zip(own, bunch.data, strict=True):
             array.memory.committed[start : start + length] = data
