@@ -225,7 +225,7 @@ def _sealed(self: PlacedStore) -> None:
 
 def nothing_is_put_back(patch: pytest.MonkeyPatch) -> None:
     """Who opens the pool says that undo was carried out, and did nothing."""
-    patch.setattr(pool_tables, "read_log", _forgotten)
+    patch.setattr(model_log, "read_log", _forgotten)
 
 
 def _forgotten(medium: Any, record: Any) -> LogState:

@@ -20,7 +20,7 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import Bunch, Entry, LogWriter, entries, entry_size
+from portus.reach.index.log import NOT_LOGGED, Bunch, LogState, LogWriter, entry_size, read_log
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionLog, VersionRecord
@@ -115,37 +115,32 @@ class ModelWithLog(Generic[Pool]):
             wanted = max(self._log_min, size // self._log_share)
         return wanted + -wanted % PAGE
 
-    def _open(self) -> None:
-        """Read the newest version and its log, and make its valid entries durable. Raises
-        ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds other data."""
+    def _open(self) -> LogState:
+        """Read the newest version, and return what its log changes, whose entries are durable then.
+        Raises ``CorruptionError``, ``MediumError``; ``UsageError`` if the pool holds other data."""
         newest = self.newest
         if newest is None:
             others = sorted(self.pool.catalogue().models.keys() - {*self._beside})
             if others:
                 raise self._other_data(others)
-            return
+            return NOT_LOGGED
         with self.pool.pin(newest.info.id) as entry:
             record = self.pool.record(entry)
             if record.log is None:
                 raise self._other_data([self.model])
-            contents = record.contents
-            self._begin(record, contents)
-            last: Entry | None = None
-            for last in entries(self.pool.medium, record):
-                self._replay(last)
-                contents = last.contents or contents
-        self._record, self._contents = record, contents
+            logged = read_log(self.pool.medium, record)
+            self._record, self._contents = record, logged.contents or record.contents
+            self._read_version(record, logged)
+        last = logged.last
         if isinstance(self.pool, PoolWriter):
             self._log = LogWriter(self.pool.medium, record.log, last, self.pool.glance)
             # Makes its entries durable: the process that wrote them may have been killed.
             self._log.cut()
         self._open_end = last is not None and bool(last.bunches or last.contents)
+        return logged
 
-    def _begin(self, record: VersionRecord, contents: bytes) -> None:
-        """Read a version, as it was at its commit."""
-
-    def _replay(self, entry: Entry) -> None:
-        """Apply an entry of the log to what was read."""
+    def _read_version(self, record: VersionRecord, logged: LogState) -> None:
+        """Read the bytes of a version, which is pinned."""
 
     def _other_data(self, models: Sequence[str]) -> UsageError:
         return UsageError(

@@ -43,7 +43,7 @@ from portus.reach.index.in_place import (
     unit_sum,
     update_sum,
 )
-from portus.reach.index.log import Bunch, entry_size, read_log
+from portus.reach.index.log import Bunch, LogState, entry_size, read_log
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage
 from portus.reach.media.pool import Extents
@@ -290,33 +290,30 @@ class PlacedStore(TableStore):
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        super()._open()
+    def _open(self) -> LogState:
+        logged = super()._open()
         record, log = self._record, self._log
         if record is None or log is None or record.log is None:
-            return
+            return logged
         medium = self.pool.medium
         self.batch = record.info.step
-        undo = read_log(medium, record).undo
-        for entry in undo:
-            for bunch in entry.bunches:
-                for offset, cell in zip(bunch.offset.tolist(), bunch.data, strict=True):
-                    medium.store(offset, cell.data)
-        if undo:
-            bunches = [bunch for entry in undo for bunch in entry.bunches]
-            medium.persist(
-                Extents(
-                    np.concatenate([bunch.offset for bunch in bunches]),
-                    np.concatenate([np.full_like(b.offset, b.data.shape[1]) for b in bunches]),
-                )
-            )
+        bunches = [bunch for entry in logged.undo for bunch in entry.bunches]
+        for bunch in bunches:
+            for offset, cell in zip(bunch.offset.tolist(), bunch.data, strict=True):
+                medium.store(offset, cell.data)
+        if bunches:
+            lengths = [np.full_like(each.offset, each.data.shape[1]) for each in bunches]
+            offsets = [each.offset for each in bunches]
+            medium.persist(Extents(np.concatenate(offsets), np.concatenate(lengths)))
+        if logged.undo:
             log.append([], b"", record.info.commit)  # only now that they are restored
-        there = InPlaceReader(medium, record, read_log(medium, record))
+        there = InPlaceReader(medium, record, logged)
         counts = {each.storage: each.shape[0] for each in self.tensors() if each.shape}
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)
             row, sums = extent.length // counts[each.storage], there.sums(each.storage)
             self._places[each.storage] = TensorLocation(extent, row, each.cell, sums)
+        return logged
 
 
 def _offsets(place: TensorLocation, cells: Column) -> Column:

@@ -33,6 +33,7 @@ from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
+from portus.reach.index.log import LogState
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.index.tables import MARKS as MARKS
@@ -285,7 +286,7 @@ class TableStore(ModelWithLog[PoolWriter]):
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _begin(self, record: VersionRecord, contents: bytes) -> None:
+    def _read_version(self, record: VersionRecord, logged: LogState) -> None:
         assert record.log is not None
         if bool(record.log.in_place) != self.in_place:
             raise UsageError(

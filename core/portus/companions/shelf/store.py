@@ -34,7 +34,7 @@ from portus.engine.format.checksum import unit_counts
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
 from portus.reach.format.items import StoredArray, decode
-from portus.reach.index.log import Bunch, Entry, LogWriter, PatchPlaces, entry_size
+from portus.reach.index.log import Bunch, LogState, LogWriter, entry_size
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionLog, VersionRecord
@@ -78,7 +78,7 @@ class ShelfStore(ModelWithLog[PoolReader]):
         self._logged: set[Array] = set()
         """Arrays that have patches in the log."""
         self.items: Mapping[str, Item] = {}
-        self._load()
+        self._open()
 
     def commit(self, items: Mapping[str, Item], changed: Collection[Array]) -> None:
         """Commit ``items``, and the contents of the views of their arrays ``changed``.
@@ -237,41 +237,44 @@ class ShelfStore(ModelWithLog[PoolReader]):
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _load(self) -> None:
-        self._open()
-        record = self._record
-        if record is None:
-            return
-        arrays = self._version_arrays.all()
-        for each in arrays:
-            each.memory.refresh()
-            each.is_read_only = not isinstance(self.pool, PoolWriter)
-        self.items = decode(self._contents, self._version_arrays)
+    def _read_version(self, record: VersionRecord, logged: LogState) -> None:
+        lengths, names = record.length.tolist(), dict[int, str]()
+        found: dict[int, Array] = {}
+
+        def make(said: StoredArray) -> Array:
+            if said.storage in found:
+                return found[said.storage]
+            if not 0 <= said.storage < len(lengths):
+                raise CorruptionError(f"{said.name}: there is no storage {said.storage}")
+            length = lengths[said.storage]
+            if said.size != length:
+                raise CorruptionError(f"{said.name}: expected {said.size} bytes, found {length}")
+            if said.shape is not None:
+                made = Array.of_shape(said.shape)
+            else:
+                made = Array.of_tensor(str(said.dtype), said.sizes)
+            found[said.storage], names[said.storage] = made, said.name
+            return made
+
+        self.items = decode(self._contents, make)
+        if len(found) < len(lengths):
+            raise CorruptionError("the contents of a shelf do not name each of its arrays")
+        arrays = [found[index] for index in range(len(lengths))]
+        self._fetch(record, arrays, names)
+        for index, array in enumerate(arrays):
+            logged.over(index, 0, array.memory.committed[: array.size].data)
+            array.memory.refresh()
+            array.is_read_only = not isinstance(self.pool, PoolWriter)
+        self._logged = {arrays[index] for index in logged.changes}
         self._note_arrays(arrays)
-        del self._version_arrays, self._places  # arrays that are not on the shelf any more may go
-
-    def _begin(self, record: VersionRecord, contents: bytes) -> None:
-        self._version_arrays = _VersionArrays(record)
-        # Later contents are of the same arrays: other ones are another version.
-        decode(contents, self._version_arrays)
-        self._arrays = self._version_arrays.all()
-        self._fetch(record, self._arrays, self._version_arrays.names)
-        self._places = PatchPlaces(record)
-
-    def _replay(self, entry: Entry) -> None:
-        for storage, first, data in self._places.of(entry):
-            array = self._arrays[storage]
-            for start, row in zip(first.tolist(), data, strict=True):
-                array.memory.committed[start : start + len(row)] = row
-            self._logged.add(array)
 
     def _fetch(
         self, record: VersionRecord, arrays: Sequence[Array], names: Mapping[int, str]
     ) -> None:
-        lengths = record.length
-        address = _addresses(arrays)
-        group = share(record, np.arange(len(arrays)))
-        found = fetch(self.pool.medium, sources(address, lengths, group.extents), Stop())
+        """Fill ``committed`` of arrays from a version. Raise ``CorruptionError`` for damage."""
+        lengths, group = record.length, share(record, np.arange(len(arrays)))
+        places = sources(_addresses(arrays), lengths, group.extents)
+        found = fetch(self.pool.medium, places, Stop())
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
         if len(bad):
             owner = np.repeat(np.arange(len(arrays)), unit_counts(lengths))
@@ -281,38 +284,6 @@ class ShelfStore(ModelWithLog[PoolReader]):
                 f"digest {group.digests[bad[0]].tobytes().hex()}, found "
                 f"{found[bad[0]].tobytes().hex()}"
             )
-
-
-class _VersionArrays:
-    """The arrays of a version, in the order of its contents. ``names``: by storage."""
-
-    def __init__(self, record: VersionRecord) -> None:
-        self._lengths: Final = record.length.tolist()
-        self._found: Final[dict[int, Array]] = {}
-        self.names: Final[dict[int, str]] = {}
-
-    def __call__(self, said: StoredArray) -> Array:
-        found = self._found.get(said.storage)
-        if found is None:
-            if not 0 <= said.storage < len(self._lengths):
-                raise CorruptionError(f"{said.name}: there is no storage {said.storage}")
-            length = self._lengths[said.storage]
-            if said.size != length:
-                raise CorruptionError(f"{said.name}: expected {said.size} bytes, found {length}")
-            if said.shape is not None:
-                found = Array.of_shape(said.shape)
-            else:
-                found = Array.of_tensor(str(said.dtype), said.sizes)
-            self._found[said.storage] = found
-            self.names[said.storage] = said.name
-        return found
-
-    def all(self) -> list[Array]:
-        """Return the arrays in the order of the storages. Raises ``CorruptionError`` unless all are
-        named."""
-        if self._found.keys() != set(range(len(self._lengths))):
-            raise CorruptionError("the contents of a shelf do not name each of its arrays")
-        return [self._found[index] for index in range(len(self._lengths))]
 
 
 def _addresses(arrays: Sequence[Array], dirty: Collection[Array] = ()) -> Column:

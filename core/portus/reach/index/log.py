@@ -155,13 +155,18 @@ class PatchPlaces:
 class LogState:
     """The changes that the log of a version makes to it, at one moment. ``contents``: None if they
     are those of the version. ``changes``: for each storage, the first byte of each patch and its
-    bytes, later ones over earlier ones. ``entries``: how many counted. ``undo``: the undo entries
-    that are pending, the last one first; their bytes must be stored again in this order."""
+    bytes, later ones over earlier ones. ``last``: the last entry that counts. ``undo``: the undo
+    entries that are pending, the last one first; their bytes must be stored again in this order."""
 
     contents: bytes | None
     changes: Mapping[int, Sequence[tuple[Column, Bytes]]]
-    entries: int = 0
+    last: Entry | None = None
     undo: Sequence[Entry] = ()
+
+    @property
+    def entries(self) -> int:
+        """How many entries count."""
+        return 0 if self.last is None else self.last.number
 
     @property
     def is_left(self) -> bool:
@@ -191,11 +196,10 @@ def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
     """Return all that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
         return NOT_LOGGED
-    places, contents, count = PatchPlaces(record), None, 0
+    places, contents, entry = PatchPlaces(record), None, None
     changes: dict[int, _Changes] = {}
     undo: list[Entry] = []
     for entry in entries(medium, record):
-        count = entry.number
         if entry.undo:
             undo.insert(0, entry)
             continue
@@ -203,10 +207,10 @@ def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
         undo.clear()
         contents = entry.contents or contents
         _add_changes(places, entry, changes)
-    for entry in undo:  # the oldest bytes last: they are from before the batch
-        _add_changes(places, entry, changes)
-    made = {storage: list(each.values()) for storage, each in changes.items()}
-    return LogState(contents, made, count, undo)
+    for each in undo:  # the oldest bytes last: they are from before the batch
+        _add_changes(places, each, changes)
+    made = {storage: list(found.values()) for storage, found in changes.items()}
+    return LogState(contents, made, entry, undo)
 
 
 _Changes = dict[tuple[int, int], tuple[Column, Bytes]]
@@ -338,16 +342,13 @@ class LogWriter:
             parts = [b"".join(parts)]
         position = self._tail
         for part in parts:
-            self._put(position, part)
+            try:
+                self._medium.store(position, part)
+            except MediumError:
+                self._look(0, b"")  # the file may have been cut
+                raise
             position += len(part)
         return Extent(self._tail, size)
-
-    def _put(self, offset: int, data: bytes | memoryview) -> None:
-        try:
-            self._medium.store(offset, data)
-        except MediumError:
-            self._look(0, b"")  # the file may have been cut
-            raise
 
     def advance(self, stored: Extent) -> None:
         """Count the entry that was stored, which is durable now."""
@@ -425,13 +426,8 @@ def _parse(data: memoryview, extent: Extent, name: str) -> Entry:
 
 def _has_later(medium: ReadableMedium, log: VersionLog, position: int, number: int) -> bool:
     """Return whether an intact entry with a higher number is after ``position``."""
-    for at, header in _headers(medium, log, position):
-        if cast(int, header["number"]) > number:
-            data = memoryview(bytearray(cast(int, header["length"])))
-            medium.load(at, data)
-            if _is_whole(data):
-                return True
-    return False
+    found = ((at, cast(int, each["number"])) for at, each in _headers(medium, log, position))
+    return any(_entry_at(medium, log, at, each) for at, each in found if each > number)
 
 
 def _headers(
