@@ -52,6 +52,7 @@ BROAD_EXCEPT = {
     "core/portus/companions/embedding/committer.py: _error_of": (
         "the top of the worker thread; it is kept"
     ),
+    "core/portus/companions/embedding/committer.py: _catch_error": "raised by the waiting thread",
     "core/portus/engine/files/queue.py: _run": "the top of the worker thread; the error is kept",
     "portus_accelerate/loading.py: _positions_in": "what Accelerate passes over, too; it is logged",
     "portus_accelerate/autoload.py: look": "inside of an import; it is said, and stock goes on",

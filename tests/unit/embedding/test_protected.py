@@ -190,7 +190,7 @@ def test_a_batch_waits_for_one_piece_of_folding_in_and_not_for_all(
 
     def slow(self: Fold, stop: Stop) -> None:
         if not self.image.done and order:  # the first image is awaited
-            until(lambda: tables._committer._moment is not None)
+            until(lambda: tables._committer._work is not None)
         go_on(self, stop)
         order.append("piece")
 

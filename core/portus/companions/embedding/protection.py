@@ -228,8 +228,8 @@ class ProtectedTables:
         if gap_max is not None and (type(gap_max) is not int or gap_max < 0):
             raise UsageError(f"gap_max: expected an integer of at least 0, found {gap_max!r}")
         self._batches.commit()
-        with self._committer.alone():
-            self._store.give_up()  # it may be from batches that are now discarded
+        # Pieces may be from batches that are now discarded.
+        self._committer.alone(self._store.give_up)
         newest = self._store.newest
         if newest is None:
             return None
