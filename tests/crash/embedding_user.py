@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, cast
 
-import numpy as np
 import torch
 
 from portus.companions.embedding import store
+from portus.companions.embedding.capture import bytes_of
 from portus.companions.embedding.moment import Moment, Rows
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import copy_rows
@@ -158,11 +158,9 @@ class User(Process[State]):
         return Moment(
             step,
             pickle_state(self.tensors).pickle,
-            np.array([each.data_ptr() for each in flat.storages], np.int64),
-            np.array([each.nbytes() for each in flat.storages], np.int64),
+            [bytes_of(each) for each in flat.storages],
             None if numbers is None else rows,
             dense_batch=self.dense_batch,
-            alive=flat,
         )
 
     def fold_on(self) -> None:

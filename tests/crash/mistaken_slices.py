@@ -57,9 +57,8 @@ def slices_go_over_the_dense_part_that_counts(patch: pytest.MonkeyPatch) -> None
         if slices is not None and not slices.done and record is not None:
             indices = slices.indices
             there = [list(record.storage_extents(each)) for each in indices.tolist()]
-            addresses, lengths = moment.address[indices], moment.length[indices]
             slices.extents[:] = there
-            slices._pieces[:] = _cut(addresses.tolist(), lengths.tolist(), there, 1)
+            slices._pieces[:] = _cut([moment.data[each] for each in indices], there, 1)
 
     patch.setattr(TableStore, "_slice_on", wrong)
 

@@ -13,6 +13,7 @@ from typing import Final, cast
 import numpy as np
 import torch
 
+from portus.companions.embedding.capture import bytes_of
 from portus.companions.embedding.moment import NO_ROWS, Moment, RowsThere, TensorLocation
 from portus.companions.embedding.pool_tables import PlacedStore
 from portus.engine.spec import PAGE
@@ -166,11 +167,9 @@ class User(DeviceProcess[State]):
         return Moment(
             batch=step,
             contents=pickle_state(self.tensors).pickle,
-            address=np.array([each.data_ptr() for each in flat.storages], np.int64),
-            length=np.array([each.nbytes() for each in flat.storages], np.int64),
+            data=[bytes_of(each) for each in flat.storages],
             rows=None if self.is_new else dict.fromkeys(placed, NO_ROWS),
             dense_batch=self.dense_batch,
-            alive=flat,
             placed=placed,
             digests={index[name]: index[f"digests.{i}"] for i, name in enumerate(self.places)},
         )

@@ -282,10 +282,10 @@ def a_fold_between_slices_has_what_is_in_memory(patch: pytest.MonkeyPatch) -> No
 
     def wrong(self: PlacedStore, moment: Moment) -> Any:
         if self._slices is not None and not self._slices.is_whole:
-            address = moment.address.copy()
+            data = [*moment.data]
             for each in self._slices.indices.tolist():
-                address[each] = self._slices.moment.address[each]
-            moment = replace(moment, address=address)
+                data[each] = self._slices.moment.data[each]
+            moment = replace(moment, data=data)
         return right(self, moment)
 
     patch.setattr(PlacedStore, "_fold_of", wrong)

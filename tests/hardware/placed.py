@@ -153,14 +153,12 @@ class Training:
     def _moment(self, step: int) -> Moment:
         dense = np.full(DENSE, step % 251, np.uint8)
         dense[:8] = np.frombuffer(step.to_bytes(8, "little"), np.uint8)
-        memory = [dense, np.empty(DIGEST_SIZE, np.uint8), np.empty(DIGEST_SIZE, np.uint8)]
+        digests = [np.empty(DIGEST_SIZE, np.uint8) for _ in SHAPES]
         return Moment(
             batch=step,
             contents=_pickled(),
-            address=np.array([0, 0, *(each.ctypes.data for each in memory)], np.int64),
-            length=np.array(_STORAGES, np.int64),
+            data=[*(np.empty(0, np.uint8) for _ in SHAPES), dense, *digests],
             rows=None if self.is_new else dict.fromkeys(range(len(SHAPES)), NO_ROWS),
-            alive=memory,
             placed=dict(enumerate(self.places)),
             digests={number: 3 + number for number in range(len(SHAPES))},
         )

@@ -20,7 +20,15 @@ from portus.engine.format.checksum import UNIT
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
 from portus.reach.index.commit_records import NewVersion
-from portus.reach.index.log import NOT_LOGGED, Bunch, LogState, LogWriter, entry_size, read_log
+from portus.reach.index.log import (
+    NOT_LOGGED,
+    Bunch,
+    Bytes,
+    LogState,
+    LogWriter,
+    entry_size,
+    read_log,
+)
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionLog, VersionRecord
@@ -181,15 +189,16 @@ class Pieces:
     """Storages on their way into new extents, in pieces. One thread at a time."""
 
     def __init__(
-        self, pool: PoolWriter, indices: Column, address: Column, length: Column, piece: int = PIECE
+        self, pool: PoolWriter, indices: Column, data: Sequence[Bytes], piece: int = PIECE
     ) -> None:
-        """Reserve room for the storages ``indices``, whose bytes are at ``address`` in this
-        process. piece: the bytes of a piece, which may be larger if it is of a single storage.
-        Raises ``MediumError``; then nothing is held."""
+        """Reserve room for the storages ``indices``, whose bytes are ``data``. piece: the bytes of
+        a piece, which may be larger if it is of a single storage. Raises ``MediumError``; then
+        nothing is held."""
         self._pool: Final = pool
+        self._data: Final = data
         self.indices: Final = indices
         self._held: Final[list[list[Extent]]] = []
-        lengths = length.tolist()
+        lengths = [len(each) for each in data]
         try:
             for each in lengths:
                 self._held.append(pool.reserve(each) if each else [])
@@ -200,7 +209,7 @@ class Pieces:
             part(extents, 0, each) for extents, each in zip(self._held, lengths, strict=True)
         ]
         """The new extents of each storage."""
-        self._pieces: Final = list(_cut(address.tolist(), lengths, self.extents, piece))
+        self._pieces: Final = list(_cut(data, self.extents, piece))
         self._digests: Final[list[Digests]] = []
         self.size: Final = int(sum(lengths))
         """Bytes of all storages."""
@@ -239,13 +248,14 @@ class Pieces:
 
 
 def _cut(
-    addresses: Sequence[int], lengths: Sequence[int], extents: Sequence[Sequence[Extent]], most: int
+    data: Sequence[Bytes], extents: Sequence[Sequence[Extent]], most: int
 ) -> Iterator[list[Source]]:
     """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
     bytes. Each source has one digest."""
     piece: list[Source] = []
     size = 0
-    for address, length, own in zip(addresses, lengths, extents, strict=True):
+    for each, own in zip(data, extents, strict=True):
+        address, length = each.ctypes.data, len(each)
         for start in range(0, max(1, length), UNIT):
             step = min(UNIT, length - start)
             if piece and size + step > most:

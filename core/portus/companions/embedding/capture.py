@@ -7,16 +7,15 @@ of some batches have the copy of an earlier one.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from portus.companions.embedding.mapping import MappedTables
-from portus.companions.embedding.moment import NO_ROWS, Moment, Rows, RowsThere
+from portus.companions.embedding.moment import NO_ROWS, Bytes, Moment, Rows, RowsThere
 from portus.companions.embedding.tables import ProtectedTraining, Table, copy_rows, settings_of
 from portus.engine.spec import TensorSpec
 from portus.engine.state.pickling import PickledState
@@ -92,14 +91,12 @@ class Moments:
         state = self._state(batch, asks=asks)
         flat = pickle_for_pool(state)
         self._check(state, flat)
-        starts = [each.data_ptr() for each in flat.storages]
-        address, length = np.array(starts, np.int64), flat.lengths
-        index = {start: place for place, start in enumerate(starts)}
+        index = {each.data_ptr(): place for place, each in enumerate(flat.storages)}
         places, digests = ({}, {}) if mapped is None else mapped.locate(index)
         rows = _copy_changes(self._training.tables, index, places)
-        copied = _copy_storages(flat, address, length, rows)
+        data = [_copy(each, place, rows, places) for place, each in enumerate(flat.storages)]
         counter = index[self._counter.data_ptr()]
-        others = {*range(len(length))} - rows.keys() - {counter} - {*digests.values()}
+        others = {*range(len(data))} - rows.keys() - {counter} - {*digests.values()}
         left: set[int] = set()
         if self._slices and not self.is_whole and dense is not None:
             # After a load the durable one may be as old as allowed: this one is not sliced.
@@ -107,14 +104,12 @@ class Moments:
         moment = Moment(
             batch=batch,
             contents=flat.pickle,
-            address=address,
-            length=length,
+            data=data,
             rows=None if self.is_whole else rows,
             left=left,
             dense_batch=batch,
             sliced=self._slices if left else 0,
             tensors=self._tensors,
-            alive=(flat, copied) if mapped is None else copied,  # else tables are the pool's own
             placed=places,
             digests=digests,
             ahead=self._rows_ahead(),
@@ -186,17 +181,15 @@ class _DensePart:
 
     def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
         """Return the moment of a later batch: the rows that changed in it, and this dense part."""
-        moment, counted = self.moment, np.array([batch], np.int64)
-        address = moment.address.copy()
-        address[self.counter] = counted.ctypes.data
+        moment, data = self.moment, [*self.moment.data]
+        data[self.counter] = np.array([batch], np.int64).view(np.uint8)
         return replace(
             moment,
             batch=batch,
-            address=address,
+            data=data,
             rows=_copy_changes(tables, self.index, moment.placed),
             left=self.others,
             sliced=0,
-            alive=(moment.alive, counted),
             ahead=ahead,
         )
 
@@ -215,19 +208,17 @@ def _copy_changes(
     return found
 
 
-def _copy_storages(
-    flat: PickledState, address: Any, length: Any, tables: Mapping[int, Rows]
-) -> list[torch.Tensor]:
-    """Return copies of storages that are no tables; put their addresses into ``address``."""
-    copies = []
-    for index, storage in enumerate(flat.storages):
-        if index in tables or not length[index]:
-            continue
-        if storage.device.type == "cpu":
-            copy = torch.empty(int(length[index]), dtype=torch.uint8, device="cpu")
-            ctypes.memmove(copy.data_ptr(), int(address[index]), int(length[index]))
-        else:
-            copy = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu())
-        address[index] = copy.data_ptr()
-        copies.append(copy)
-    return copies
+def _copy(
+    storage: torch.UntypedStorage, index: int, tables: Collection[int], places: Collection[int]
+) -> Bytes:
+    """Return a copy of a storage; of a table its own memory, and nothing if that is in the pool:
+    a reference would keep it from being closed."""
+    if index in places:
+        return np.empty(0, np.uint8)
+    data = bytes_of(storage)
+    return data if index in tables or storage.device.type != "cpu" else data.copy()
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Bytes:
+    """Return the bytes of a storage: its memory, or a copy if that is on a device."""
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage.cpu()).numpy()

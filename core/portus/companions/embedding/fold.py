@@ -41,9 +41,9 @@ class Slices(Pieces):
         """Begin to store the storages that ``moment`` leaves, and reserve room for them. Raises
         ``MediumError``; then nothing is held."""
         indices = np.array(sorted(moment.left), np.int64)
-        lengths = moment.length[indices]
-        size = max(1, min(PIECE, int(lengths.sum()) // moment.sliced))
-        super().__init__(pool, indices, moment.address[indices], lengths, size)
+        data = [moment.data[each] for each in indices]
+        size = max(1, min(PIECE, sum(map(len, data)) // moment.sliced))
+        super().__init__(pool, indices, data, size)
         self.moment: Final = moment
         self.due = 1
         """Slices to write before the next batch is committed."""
@@ -70,15 +70,14 @@ class Fold:
         it, except storages that are ``kept`` in place, such as those changed ``in_place``. Raises
         ``MediumError``; then nothing is held."""
         self._pool: Final = pool
-        self._alive: Final = moment.alive
         self.length: Final = moment.length
         self._kept: Final = kept
         self._born: Final = pool.catalogue().root.sequence + 1
         """A commit number between the reservation of the pages and the commit."""
         there = [index for each in kept for index in each.indices.tolist()]
-        afresh = np.setdiff1d(np.arange(len(moment.length)), there)
-        columns = moment.address[afresh], moment.length[afresh]
-        self.image: Final = Pieces(pool, afresh, *columns, PIECE)
+        afresh = np.setdiff1d(np.arange(len(moment.data)), there)
+        data = [moment.data[each] for each in afresh]
+        self.image: Final = Pieces(pool, afresh, data, PIECE)
         try:
             [self._area] = pool.reserve(log_length, contiguous=True)
         except BaseException:

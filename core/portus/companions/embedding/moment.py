@@ -9,7 +9,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from portus.engine.copying.segments import memory
 from portus.engine.format.checksum import unit_count
 from portus.engine.spec import Extent, TensorSpec
 from portus.reach.index.log import Bunch
@@ -59,39 +58,44 @@ NO_ROWS: Final = Rows(np.empty(0, np.int64), np.empty((0, 0), np.uint8))
 class Moment:
     """The state of one batch to commit.
 
-    ``address``, ``length``: of the storages of the state, in this process. Their bytes stay
-    unchanged until the commit has ended; those of tables only if ``rows`` is None. ``rows``: for
-    each table, copies of the rows that changed since the moment before; other storages are taken
-    whole. None: all storages are taken whole. ``left``: storages that an entry leaves unchanged,
-    together with the contents; a version takes them all. ``tensors``: those of the state, if they
-    are known. ``alive``: the owners of the memory.
+    ``data``: the bytes of the storages of the state. They stay unchanged until the commit has
+    ended; those of tables only if ``rows`` is None. ``rows``: for each table, copies of the rows
+    that changed since the moment before; other storages are taken whole. None: all storages are
+    taken whole. ``left``: storages that an entry leaves unchanged, together with the contents; a
+    version takes them all. ``tensors``: those of the state, if they are known.
 
-    ``placed``: the places of storages that are in the pool already; ``rows``, if it is not None,
-    has ``NO_ROWS`` for them. ``digests``: for each of them, the storage for the digests of its
-    units, whose memory the store fills. ``ahead``: rows there that the next batch was announced to
-    change.
+    ``placed``: the places of storages that are in the pool already, whose ``data`` are not used;
+    ``rows``, if it is not None, has ``NO_ROWS`` for them. ``digests``: for each of them, the
+    storage for the digests of its units, whose memory the store fills. ``ahead``: rows there that
+    the next batch was announced to change.
     """
 
     batch: int
     contents: bytes
-    address: Column
-    length: Column
+    data: Sequence[Bytes]
     rows: Mapping[int, Rows] | None
     left: Collection[int] = ()
     dense_batch: int = 0
     sliced: int = 0
     tensors: tuple[TensorSpec, ...] | None = None
-    alive: object = field(default=None, compare=False)
     placed: Mapping[int, TensorLocation] = field(default_factory=dict)
     digests: Mapping[int, int] = field(default_factory=dict)
     ahead: Sequence[RowsThere] = ()
+
+    @property
+    def length(self) -> Column:
+        """The bytes of each storage."""
+        found = [len(each) for each in self.data]
+        for index, place in self.placed.items():
+            found[index] = place.extent.length
+        return np.array(found, np.int64)
 
     def bunches(self, extents_of: Callable[[int], Sequence[Extent]]) -> list[Bunch]:
         """Return the bunches of the moment's entry: changed rows, and other storages whole.
         ``extents_of``: returns the extents of a storage in the pool. ``rows`` is not None."""
         assert self.rows is not None
         found: list[Bunch] = []
-        for index in range(len(self.length)):
+        for index in range(len(self.data)):
             if index in self.rows:
                 found += _bunches_of(self.rows[index], extents_of(index))
             elif index not in self.left:
@@ -100,11 +104,7 @@ class Moment:
 
     def whole(self, index: int, extents: Sequence[Extent]) -> list[Bunch]:
         """Return all of a storage as patches of the pool; ``extents``: its place there."""
-        address, length = int(self.address[index]), int(self.length[index])
-        if not length:
-            return []
-        data = np.frombuffer(memory(address, length), np.uint8).reshape(1, -1)
-        return _bunches_of(Rows(np.zeros(1, np.int64), data), extents)
+        return _bunches_of(Rows(np.zeros(1, np.int64), self.data[index].reshape(1, -1)), extents)
 
 
 def _bunches_of(rows: Rows, extents: Sequence[Extent]) -> list[Bunch]:

@@ -132,8 +132,7 @@ class PlacedStore(TableStore):
             # (decision 0178).
             self.pool.medium.persist(Extents(*np.concatenate(changed).T))
         for index, each in sums.items():
-            target = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * len(each))
-            target[:] = encode_sums(each)
+            moment.data[moment.digests[index]][:] = np.frombuffer(encode_sums(each), np.uint8)
         super().commit(moment)
         for index, place in moment.placed.items():
             place.sums = sums[index]
@@ -157,7 +156,7 @@ class PlacedStore(TableStore):
         if self._log is not None:
             self._log.look()
         moment = self._standing()
-        image = Pieces(self.pool, np.arange(len(moment.length)), moment.address, moment.length)
+        image = Pieces(self.pool, np.arange(len(moment.data)), moment.data)
         try:
             while not image.is_whole:
                 image.go_on(Stop())
@@ -215,8 +214,7 @@ class PlacedStore(TableStore):
         slices."""
         kept, in_place, before = list[StorageRows](), list[InPlaceStorage](), self._record
         for index, place in sorted(moment.placed.items()):
-            data = memory(int(moment.address[moment.digests[index]]), DIGEST_SIZE * place.units)
-            units = np.frombuffer(data, np.uint8).reshape(-1, DIGEST_SIZE).copy()
+            units = moment.data[moment.digests[index]].reshape(-1, DIGEST_SIZE).copy()
             known = [i for i, each in self._places.items() if each is place]
             born = int(before.storages["born"][known[0]]) if known and before is not None else 0
             kept.append(StorageRows.over(np.array([index]), [[place.extent]], units, born))
@@ -242,25 +240,23 @@ class PlacedStore(TableStore):
         assert record is not None, "a moment of nothing"
         assert record.log is not None
         there = InPlaceReader(self.pool.medium, record, read_log(self.pool.medium, record))
-        length = record.length
-        address, alive = np.zeros(len(length), np.int64), list[Bytes]()
-        for index in range(len(length)):
+        data = list[Bytes]()
+        for index in range(len(record.storages)):
             place = self._places.get(index)
-            if place is not None and isinstance(self.pool.medium, MappedMedium):
-                address[index] = self.pool.medium.address(place.extent)
+            if place is None:
+                data.append(np.frombuffer(there.content(index), np.uint8))
+            elif isinstance(self.pool.medium, MappedMedium):
+                address = self.pool.medium.address(place.extent)
+                data.append(np.frombuffer(memory(address, place.extent.length), np.uint8))
             else:
-                units = [there.content(index)] if place is None else map(bytes, self._units(place))
-                data = b"".join(units)
-                alive.append(np.frombuffer(data, np.uint8))
-                address[index] = alive[-1].ctypes.data
+                units = b"".join(map(bytes, self._units(place)))
+                data.append(np.frombuffer(units, np.uint8))
         digests = {each.storage: each.digests for each in record.log.in_place}
         return Moment(
             batch=self.batch,
             contents=self._contents,
-            address=address,
-            length=length,
+            data=data,
             rows=None,
-            alive=alive,
             dense_batch=self._dense_batch,
             placed=self._places,
             digests=digests,

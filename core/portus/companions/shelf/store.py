@@ -29,7 +29,7 @@ from portus.companions.media.private import Run
 from portus.companions.model_log import ModelWithLog, Pieces
 from portus.companions.shelf.items import Array, Item, encode
 from portus.engine.copying.local import fetch, load_stored
-from portus.engine.copying.segments import Column, Source, Stop
+from portus.engine.copying.segments import Source, Stop
 from portus.engine.format.checksum import unit_counts
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
@@ -166,9 +166,12 @@ class ShelfStore(ModelWithLog[PoolReader]):
         bunches = _copy_views(pieces)
         lengths = np.array([each.size for each in arrays], np.int64)
         is_new = np.array([each in afresh for each in arrays], bool)
-        image = Pieces(
-            writer, np.flatnonzero(is_new), _addresses(arrays, dirty)[is_new], lengths[is_new]
-        )
+        data = [
+            (each.memory.view if each in dirty else each.memory.committed)[: each.size]
+            for each in arrays
+            if each in afresh
+        ]
+        image = Pieces(writer, np.flatnonzero(is_new), data)
         groups, stored, held, entry = list[StorageRows](), list[Extent](), list[Extent](), None
         try:
             while not image.is_whole:
@@ -273,7 +276,8 @@ class ShelfStore(ModelWithLog[PoolReader]):
     ) -> None:
         """Fill ``committed`` of arrays from a version. Raise ``CorruptionError`` for damage."""
         lengths, group = record.length, share(record, np.arange(len(arrays)))
-        places = sources(_addresses(arrays), lengths, group.extents)
+        address = [each.memory.committed.ctypes.data if each.size else 0 for each in arrays]
+        places = sources(np.array(address, np.int64), lengths, group.extents)
         found = fetch(self.pool.medium, places, Stop())
         bad = np.flatnonzero(np.any(found != group.digests, axis=1))
         if len(bad):
@@ -284,13 +288,6 @@ class ShelfStore(ModelWithLog[PoolReader]):
                 f"digest {group.digests[bad[0]].tobytes().hex()}, found "
                 f"{found[bad[0]].tobytes().hex()}"
             )
-
-
-def _addresses(arrays: Sequence[Array], dirty: Collection[Array] = ()) -> Column:
-    """Return the address of the committed memory of each array; of its view if it is ``dirty``; 0
-    if it is empty."""
-    memories = [each.memory.view if each in dirty else each.memory.committed for each in arrays]
-    return np.array([each.ctypes.data if len(each) else 0 for each in memories], np.int64)
 
 
 def _mostly(array: Array, runs: Sequence[Run]) -> bool:
