@@ -138,8 +138,7 @@ def _show_leaves(
     others: list[tuple[str, str]] = []
     for name, value in leaves:
         if isinstance(value, StoredArray):
-            dtype = value.dtype or str(value.shape and value.shape.dtype)
-            outlined.append(NamedTensor(name, dtype, value.sizes, value.size))
+            outlined.append(NamedTensor(name, str(value.dtype), value.sizes, value.size))
         elif isinstance(value, TensorSpec):
             size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
             outlined.append(NamedTensor(name, value.dtype, value.shape, size))

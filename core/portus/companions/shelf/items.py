@@ -21,8 +21,8 @@ from portus.companions.media.private import PrivateMapping, Run
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.settings.fits import is_text
 from portus.errors import UsageError
-from portus.reach.format.arrays import ArrayShape, array_over, dtype_node
-from portus.reach.format.items import DEPTH_MAX
+from portus.reach.format.arrays import array_over, dtype_node
+from portus.reach.format.items import DEPTH_MAX, item_size
 
 if TYPE_CHECKING:
     import torch
@@ -36,40 +36,21 @@ _INT_MAX: Final = (1 << 64) - 1
 
 
 class Array:
-    """One array or tensor on the shelf: its memory, and how to view it. ``dtype`` is torch's name
-    for it, ``shape`` is numpy's; one of them is None."""
+    """One array or tensor on the shelf, of zeros at first: its memory, and how to view it.
+    ``dtype``: torch's name of a tensor's; numpy's of an array."""
 
-    def __init__(
-        self,
-        memory: PrivateMapping,
-        sizes: tuple[int, ...],
-        *,
-        shape: ArrayShape | None,
-        dtype: str,
-    ) -> None:
-        self.memory: Final = memory
+    def __init__(self, dtype: str | np.dtype[Any], sizes: tuple[int, ...]) -> None:
+        """Raise ``UsageError`` for a dtype of tensors that cannot be saved."""
+        if isinstance(dtype, str) and dtype not in ITEM_SIZES:
+            raise UsageError(f"tensors of {dtype} cannot be put on a shelf")
+        self.memory: Final = PrivateMapping(item_size(dtype) * math.prod(sizes))
         self.sizes: Final = sizes
-        self.shape: Final = shape
         self.dtype: Final = dtype
         self.is_read_only = False
         """True if its views are read-only: the shelf is open for reading."""
         self._view: Any = None
         self._own: Any = None
         self._dtype_node: object = None
-
-    @classmethod
-    def of_shape(cls, shape: ArrayShape) -> Array:
-        """Return a numpy array of zeros."""
-        return cls(PrivateMapping(shape.size), shape.shape, shape=shape, dtype="uint8")
-
-    @classmethod
-    def of_tensor(cls, dtype: str, sizes: tuple[int, ...]) -> Array:
-        """Return a tensor of zeros. Raise ``UsageError`` for a dtype that cannot be saved."""
-        if dtype not in ITEM_SIZES:
-            raise UsageError(f"tensors of {dtype} cannot be put on a shelf")
-        return cls(
-            PrivateMapping(ITEM_SIZES[dtype] * math.prod(sizes)), sizes, shape=None, dtype=dtype
-        )
 
     @property
     def size(self) -> int:
@@ -86,8 +67,9 @@ class Array:
     def _read_only(self) -> Any:
         """Return a view that raises when it is written to. Torch has no such tensors except those
         of inference mode, which raise outside of it."""
-        if self.shape is not None:
-            return array_over(self.shape, self.memory.view[: self.size].data.toreadonly())
+        if not isinstance(self.dtype, str):
+            data = self.memory.view[: self.size].data.toreadonly()
+            return array_over(self.dtype, self.sizes, data)
         import torch
 
         with torch.inference_mode():
@@ -126,7 +108,7 @@ class Array:
         """Return whether the view is not over its memory any more: torch moves a tensor that is
         shared with other processes (``share_memory_``, or sent to one), and when ``.data`` is set.
         """
-        if self.shape is not None or self._view is None or not self.size:
+        if not isinstance(self.dtype, str) or self._view is None or not self.size:
             return False
         moved: bool = self._view.data_ptr() != self.own.data_ptr()
         return moved
@@ -141,8 +123,8 @@ class Array:
                 self._view = None
 
     def _over(self, memory: np.ndarray[Any, Any]) -> Any:
-        if self.shape is not None:
-            return array_over(self.shape, memory[: self.size].data)
+        if not isinstance(self.dtype, str):
+            return array_over(self.dtype, self.sizes, memory[: self.size].data)
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -164,7 +146,7 @@ class Array:
             self.memory.refresh()
 
     def _copy(self, value: Any, target: Any) -> None:
-        if self.shape is not None:
+        if not isinstance(self.dtype, str):
             np.copyto(target, value)
             return
         source = value.detach()
@@ -175,11 +157,11 @@ class Array:
 
     def fits(self, value: object) -> bool:
         """Return whether ``value`` is of the same kind, dtype and shape."""
-        if self.shape is not None:
+        if not isinstance(self.dtype, str):
             return (
                 isinstance(value, np.ndarray)
                 and not isinstance(value, np.ma.MaskedArray)
-                and value.dtype == self.shape.dtype
+                and value.dtype == self.dtype
                 and value.shape == self.sizes
             )
         return (
@@ -191,10 +173,7 @@ class Array:
     def like(self, sizes: tuple[int, ...]) -> Array:
         """Return another array of a given shape, with the elements that both shapes contain; the
         others are zero. Raises ``UsageError`` for a shape that no array can have."""
-        if self.shape is not None:
-            made = Array.of_shape(ArrayShape(self.shape.dtype, sizes, False))
-        else:
-            made = Array.of_tensor(self.dtype, sizes)
+        made = Array(self.dtype, sizes)
         try:
             target = made._over(made.memory.committed)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -207,10 +186,10 @@ class Array:
 
     def node(self, storage: int) -> object:
         """Return the node of the array in the contents of a shelf."""
-        if self.shape is None:
+        if isinstance(self.dtype, str):
             return {"$tensor": [storage, self.dtype, self.sizes]}
         if self._dtype_node is None:
-            self._dtype_node = dtype_node(self.shape.dtype)
+            self._dtype_node = dtype_node(self.dtype)
         return {"$array": [storage, self._dtype_node, self.sizes]}
 
 
@@ -279,12 +258,12 @@ def _make_array_for(value: Any) -> Array | None:
         dtype_node(value.dtype)  # refuses what cannot be saved
         if value.dtype.itemsize == 0 and value.size:
             raise UsageError(f"numpy arrays of {value.dtype} have no bytes to save")
-        return Array.of_shape(ArrayShape(value.dtype, value.shape, False))
+        return Array(value.dtype, value.shape)
     if not _is_tensor(value):
         return None
     if not _is_dense_tensor(value):
         raise UsageError("only dense tensors can be put on a shelf")
-    return Array.of_tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    return Array(str(value.dtype).removeprefix("torch."), tuple(value.shape))
 
 
 def arrays_of(item: Item) -> Iterator[Array]:

@@ -252,12 +252,8 @@ class ShelfStore(ModelWithLog[PoolReader]):
             length = lengths[said.storage]
             if said.size != length:
                 raise CorruptionError(f"{said.name}: expected {said.size} bytes, found {length}")
-            if said.shape is not None:
-                made = Array.of_shape(said.shape)
-            else:
-                made = Array.of_tensor(str(said.dtype), said.sizes)
-            found[said.storage], names[said.storage] = made, said.name
-            return made
+            found[said.storage], names[said.storage] = Array(said.dtype, said.sizes), said.name
+            return found[said.storage]
 
         self.items = decode(self._contents, make)
         if len(found) < len(lengths):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Literal
 
-import msgspec
 import numpy as np
 
 from portus.errors import CorruptionError, UsageError
@@ -16,35 +15,18 @@ _PLAIN: Final = re.compile(r"[<>|][biufcSUVmM]\d{1,10}(\[\d{0,9}[A-Za-z]{1,7}\])
 _NAMES_DEPTH_MAX: Final = 16
 
 
-class ArrayShape(msgspec.Struct, frozen=True):
-    """The facts of an array, without its bytes. ``fortran``: the first index moves fastest."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    fortran: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of the array, without gaps."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    @property
-    def order(self) -> Literal["C", "F"]:
-        """numpy's letter for the order of the bytes."""
-        return "F" if self.fortran else "C"
-
-
-def array_over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
-    """Return the array over ``data``. Raise ``CorruptionError`` if its size is wrong."""
-    if len(data) != shape.size:
-        raise CorruptionError(f"array needs {shape.size} bytes, found {len(data)}")
-    return _over(shape, data)
-
-
-def _over(shape: ArrayShape, data: bytearray | memoryview) -> np.ndarray[Any, Any]:
-    over: np.ndarray[Any, Any] = np.ndarray(
-        shape.shape, shape.dtype, buffer=data, order=shape.order
-    )
+def array_over(
+    dtype: np.dtype[Any],
+    sizes: Sequence[int],
+    data: bytearray | memoryview,
+    order: Literal["C", "F"] = "C",
+) -> np.ndarray[Any, Any]:
+    """Return the array over ``data``, in numpy's ``order``. Raise ``CorruptionError`` if its size
+    is wrong."""
+    size = dtype.itemsize * math.prod(sizes)
+    if len(data) != size:
+        raise CorruptionError(f"array needs {size} bytes, found {len(data)}")
+    over: np.ndarray[Any, Any] = np.ndarray(tuple(sizes), dtype, buffer=data, order=order)
     return over
 
 
@@ -108,13 +90,11 @@ def read_sizes(node: Sequence[object]) -> tuple[int, ...]:
     return sizes
 
 
-def read_shape(dtype: object, shape: Sequence[object], fortran: object) -> ArrayShape:
-    """Return an ``ArrayShape`` from JSON. Raise ``CorruptionError`` if it is none."""
-    sizes = read_sizes(shape)
-    if len(sizes) > 32 or not isinstance(fortran, bool):
-        raise CorruptionError(f"not the shape of an array: {shape!r:.80}, {fortran!r:.20}")
-    read = ArrayShape(read_dtype(dtype), sizes, fortran)
-    count: int = math.prod(read.shape)
-    if read.dtype.itemsize == 0 and count:
+def read_shape(dtype: object, shape: Sequence[object]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return dtype and sizes of an array from JSON. Raise ``CorruptionError``."""
+    sizes, read = read_sizes(shape), read_dtype(dtype)
+    if len(sizes) > 32:
+        raise CorruptionError(f"not the shape of an array: {shape!r:.80}")
+    if read.itemsize == 0 and 0 not in sizes:
         raise CorruptionError(f"array of {sizes} elements without bytes")
-    return read
+    return read, sizes

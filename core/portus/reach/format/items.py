@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
 from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, PortusError, UsageError
-from portus.reach.format.arrays import ArrayShape, read_shape, read_sizes
+from portus.reach.format.arrays import read_shape, read_sizes
 
 DEPTH_MAX: Final = 90
 """Containers inside each other, at most."""
@@ -26,28 +27,30 @@ class StoredArray(msgspec.Struct, frozen=True):
     """A tensor or an array of a shelf: all of a storage, in row-major order.
 
     ``name``: its key path, for messages. ``dtype``: torch's name of a tensor's, without the
-    ``torch.``; ``shape`` is an array's; one of them is None.
+    ``torch.``; numpy's of an array.
     """
 
     name: str
     storage: int
     sizes: tuple[int, ...]
-    dtype: str | None
-    shape: ArrayShape | None
+    dtype: str | np.dtype[Any]
 
     @property
     def size(self) -> int:
         """Bytes of the array."""
-        if self.shape is not None:
-            return self.shape.size
-        assert self.dtype is not None
-        return ITEM_SIZES[self.dtype] * math.prod(self.sizes)
+        return item_size(self.dtype) * math.prod(self.sizes)
 
     def raw(self, name: str) -> TensorSpec:
         """Return the spec of a tensor as it is, and of an array as its bytes."""
-        sizes = (self.size,) if self.dtype is None else self.sizes
+        sizes = self.sizes if isinstance(self.dtype, str) else (self.size,)
         strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
-        return TensorSpec(name, self.dtype or "uint8", sizes, strides, self.storage, 0)
+        dtype = self.dtype if isinstance(self.dtype, str) else "uint8"
+        return TensorSpec(name, dtype, sizes, strides, self.storage, 0)
+
+
+def item_size(dtype: str | np.dtype[Any]) -> int:
+    """Return the bytes of an element of a tensor or an array."""
+    return ITEM_SIZES[dtype] if isinstance(dtype, str) else dtype.itemsize
 
 
 Make = Callable[[StoredArray], object]
@@ -100,11 +103,11 @@ def _array(name: str, storage: Any, dtype: Any, sizes: Any, *, is_tensor: bool) 
     if type(storage) is not int:
         raise CorruptionError(f"{name}: not a storage: {storage!r:.80}")
     if not is_tensor:
-        shape = read_shape(dtype, sizes, False)
-        return StoredArray(name, storage, shape.shape, None, shape)
+        read, shape = read_shape(dtype, sizes)
+        return StoredArray(name, storage, shape, read)
     if dtype not in ITEM_SIZES:
         raise UsageError(f"{name}: unknown dtype {dtype!r:.40}: a newer Portus wrote it")
-    return StoredArray(name, storage, read_sizes(sizes), dtype, None)
+    return StoredArray(name, storage, read_sizes(sizes), dtype)
 
 
 def _value(tag: str, content: Any) -> object:

@@ -292,7 +292,7 @@ class _VersionState:
         self._opened: Final = opened
         self.where: Final = opened.where
         found = (value for _, value in opened.leaves if isinstance(value, StoredArray))
-        arrays = {each.storage for each in found if each.shape is not None}
+        arrays = {each.storage for each in found if not isinstance(each.dtype, str)}
         plain = {spec.storage for spec in opened.tensors} - arrays
         blank = [
             torch.UntypedStorage(length, device=device if index in plain else "cpu")
@@ -326,10 +326,10 @@ def _assemble(opened: _PinnedVersion, storages: Sequence[torch.UntypedStorage | 
 
     def make(array: StoredArray) -> object:
         storage = every[array.storage]
-        if array.shape is None or storage.device.type == "meta":
+        if isinstance(array.dtype, str) or storage.device.type == "meta":
             return view_of(array.raw(array.name), storage)
         data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-        return array_over(array.shape, data.numpy().data)
+        return array_over(array.dtype, array.sizes, data.numpy().data)
 
     with _naming(opened):
         if is_pickle(opened.contents):

@@ -29,7 +29,9 @@ _LONG: Final = re.compile(rb"\x8b...\0", re.DOTALL)
 
 def array_of(node: object, shape: Sequence[object], fortran: object, data: bytes) -> Any:
     """Return the array that was pickled. Raises ``CorruptionError``."""
-    return array_over(read_shape(node, shape, fortran), bytearray(data))
+    if not isinstance(fortran, bool):
+        raise CorruptionError(f"not the order of an array: {fortran!r:.20}")
+    return array_over(*read_shape(node, shape), bytearray(data), "F" if fortran else "C")
 
 
 def scalar_of(node: object, data: bytes) -> Any:
