@@ -96,11 +96,9 @@ class Batches:
         """Announce rows that the batch after the current one will update. A log of new rows has
         nothing to do yet; a log of old rows takes them when the current batch has ended."""
         self.begin()
-        tables = self._training.tables
-        self._moments.announced = rows_ahead(tables, ids)
+        self._moments.announced = rows_ahead(self._training.tables, ids)
         if self._early is not None:
-            place = {table.name: index for index, table in enumerate(tables)}
-            self._early.look_up({place[name]: each for name, each in ids.items()})
+            self._early.look_up(ids)
 
     # --- updates --------------------------------------------------------------------------------
 

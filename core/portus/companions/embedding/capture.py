@@ -83,7 +83,17 @@ class Moments:
         self.settings = settings_of(self._training.optimizers)
         self._before = dense, self.is_whole, self.announced
         if dense is not None and self._leaves(dense, batch):
-            return dense.with_rows(batch, self._training.tables, self._rows_ahead())
+            data = [*dense.moment.data]
+            data[dense.counter] = np.array([batch], np.int64).view(np.uint8)
+            return replace(
+                dense.moment,
+                batch=batch,
+                data=data,
+                rows=_copy_changes(self._training.tables, dense.index, dense.moment.placed),
+                left=dense.others,
+                sliced=0,
+                ahead=self._rows_ahead(),
+            )
         if mapped is not None:
             self.is_whole = mapped.adopt() or self.is_whole
             self._before = dense, self.is_whole, self.announced
@@ -178,20 +188,6 @@ class _DensePart:
     index: Mapping[int, int]
     counter: int
     others: Collection[int]
-
-    def with_rows(self, batch: int, tables: Sequence[Table], ahead: Sequence[RowsThere]) -> Moment:
-        """Return the moment of a later batch: the rows that changed in it, and this dense part."""
-        moment, data = self.moment, [*self.moment.data]
-        data[self.counter] = np.array([batch], np.int64).view(np.uint8)
-        return replace(
-            moment,
-            batch=batch,
-            data=data,
-            rows=_copy_changes(tables, self.index, moment.placed),
-            left=self.others,
-            sliced=0,
-            ahead=ahead,
-        )
 
 
 def _copy_changes(

@@ -216,26 +216,19 @@ class _Hook:
     """A hook that calls its training as long as that exists. A pickled hook does nothing, since a
     module from a file is an ordinary one. A ``deepcopy`` of a module has the hook itself."""
 
-    def __init__(self, owner: Hooks, call: Callable[..., Any]) -> None:
-        self._known: Final = weakref.ref(owner)
+    def __init__(self, owner: Hooks | None = None, call: Callable[..., Any] | None = None) -> None:
+        self._known: Final = None if owner is None else weakref.ref(owner)
         self._call: Final = call
 
     def __call__(self, *arguments: Any) -> Any:
-        owner = self._known()
-        return None if owner is None else self._call(owner, *arguments)
+        owner = None if self._known is None else self._known()
+        return None if owner is None or self._call is None else self._call(owner, *arguments)
 
     def __deepcopy__(self, _: object) -> _Hook:
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copy_hook, ()
-
-
-def _copy_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: object) -> None: ...
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def _wrap_steps(kind: type) -> None:

@@ -99,10 +99,10 @@ class EarlyLookups:
         for bag in self.bags:
             bag.module.forward = bag.forward  # type: ignore[method-assign]
 
-    def look_up(self, ids: Mapping[int, torch.Tensor]) -> None:
-        """Start to look up the batch after the next one: its ids, by the index of the table."""
-        for place, bag in enumerate(self.bags):
-            bag.look_up(ids.get(place), self._pool)
+    def look_up(self, ids: Mapping[str, torch.Tensor]) -> None:
+        """Start to look up the batch after the next one: its ids, by the name of the table."""
+        for bag in self.bags:
+            bag.look_up(ids.get(bag.table.name), self._pool)
 
     def after_update(self) -> None:
         """Note the end of all updates that had begun."""

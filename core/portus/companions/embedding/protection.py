@@ -40,7 +40,6 @@ from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import create_pool, has_pool, open_writer
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
-from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
 from portus.reach.pools.restore import load
@@ -234,8 +233,7 @@ class ProtectedTables:
         if newest is None:
             return None
         try:
-            gap = self._every - 1 if gap_max is None else gap_max
-            resumed = resume(self._pool, newest, self._training, self._mapped, gap)
+            resumed = self._resume(newest, self._every - 1 if gap_max is None else gap_max)
             self._batches.go_on_from_newest(resumed.batch)
             return resumed
         except BaseException as error:
@@ -303,56 +301,48 @@ class ProtectedTables:
             finally:
                 self._pool.close()
 
+    def _resume(self, newest: VersionEntry, gap_max: int) -> ResumePoint:
+        training, mapped = self._training, self._mapped
+        model, optimizers = training.model, training.optimizers
+        state: Any = load(self._pool, newest) if mapped is None else mapped.load()
+        batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
+        if batch - dense_batch > gap_max:
+            raise UsageError(
+                f"{training.name}: expected a dense part that is at most {gap_max} batches older "
+                f"than the tables, found {batch - dense_batch} (batch {dense_batch}, tables at "
+                f"batch {batch}); pass a larger gap_max to load it anyway"
+            )
+        saved = state["optimizers"]
+        if len(saved) != len(optimizers):
+            raise UsageError(
+                f"{training.name}: expected {len(saved)} optimizers, as saved, found "
+                f"{len(optimizers)}; nothing was loaded"
+            )
+        _require_kinds(training, state["optimizer_kinds"])
+        _require_same(training.tables, state["model"])
+        for table in training.tables:
+            numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
+            if numbers:
+                table.require_saved(saved[numbers[0]])
+        try:
+            if mapped is None:
+                model.load_state_dict(state["model"])
+            else:
+                _load_rest(model, mapped.take(model, state["model"]), state["model"])
+            for optimizer, each in zip(optimizers, saved, strict=True):
+                optimizer.load_state_dict(each)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"{training.name}: the saved state does not fit this model and its optimizers; "
+                f"load it with those that saved it, or use another pool: {error}"
+            ) from error
+        return ResumePoint(batch, dense_batch, state["extra"])
+
     def __enter__(self) -> ProtectedTables:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def resume(
-    pool: PoolReader,
-    newest: VersionEntry,
-    training: ProtectedTraining,
-    mapped: MappedTables | None,
-    gap_max: int,
-) -> ResumePoint:
-    """Load a version of the tables into a training. gap_max: the most batches by which its dense
-    part may be older than they are. Raises as ``ProtectedTables.load``."""
-    model, optimizers = training.model, training.optimizers
-    state: Any = load(pool, newest) if mapped is None else mapped.load()
-    batch, dense_batch = int(state["batch"]), int(state["dense_batch"])
-    if batch - dense_batch > gap_max:
-        raise UsageError(
-            f"{training.name}: expected a dense part that is at most {gap_max} batches older than "
-            f"the tables, found {batch - dense_batch} (batch {dense_batch}, tables at batch "
-            f"{batch}); pass a larger gap_max to load it anyway"
-        )
-    saved = state["optimizers"]
-    if len(saved) != len(optimizers):
-        raise UsageError(
-            f"{training.name}: expected {len(saved)} optimizers, as saved, found "
-            f"{len(optimizers)}; nothing was loaded"
-        )
-    _require_kinds(training, state["optimizer_kinds"])
-    _require_same(training.tables, state["model"])
-    for table in training.tables:
-        numbers = [i for i, each in enumerate(optimizers) if each is table.optimizer]
-        if numbers:
-            table.require_saved(saved[numbers[0]])
-    try:
-        if mapped is None:
-            model.load_state_dict(state["model"])
-        else:
-            _load_rest(model, mapped.take(model, state["model"]), state["model"])
-        for optimizer, each in zip(optimizers, saved, strict=True):
-            optimizer.load_state_dict(each)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise UsageError(
-            f"{training.name}: the saved state does not fit this model and its optimizers; load "
-            f"it with those that saved it, or use another pool: {error}"
-        ) from error
-    return ResumePoint(batch, dense_batch, state["extra"])
 
 
 def forget_locals(error: BaseException | None) -> None:

@@ -261,18 +261,11 @@ class Shelf:
             # Earlier changes are not committed here: no caller asked for that, and it would cost
             # a commit for each transaction.
             self._in_transaction = True
-            whole = False
             try:
-                yield self
-                self._commit(self._items, self._arrays())
-                whole = True
-            except BaseException:
-                self._undo()
-                whole = True
-                raise
+                with self._atomic():
+                    yield self
+                    self._commit(self._items, self._arrays())
             finally:
-                if not whole:
-                    self._pool.medium.poison(_HALF_UNDONE)
                 self._in_transaction = False
 
     def sync(self) -> None:
@@ -348,31 +341,32 @@ class Shelf:
             self._items = items
             return
         arrays = list(arrays_of(item))
-        whole = False
-        try:
+        with self._atomic(arrays):
             if value is not None:
                 item.fill(value)
             self._commit(items, arrays)
+
+    @contextlib.contextmanager
+    def _atomic(self, arrays: Sequence[Array] | None = None) -> Iterator[None]:
+        """Restore the last commit if the block raises: these arrays, or all."""
+        whole = False
+        try:
+            yield
             whole = True
         except BaseException:
-            self._undo(arrays)
+            self._items = self._store.items
+            for each in self._arrays() if arrays is None else arrays:
+                each.revert()
             whole = True
             raise
         finally:
-            if not whole:
+            if not whole:  # half of a change must not be committed
                 self._pool.medium.poison(_HALF_UNDONE)
 
     def _commit(self, items: Mapping[str, Item], changed: Sequence[Array]) -> None:
         self._check_process()  # the parent and its child share the memory of the committed state
         self._store.commit(items, changed)
         self._items = items
-
-    def _undo(self, arrays: Sequence[Array] | None = None) -> None:
-        """Restore the last commit: these arrays, or all. The caller poisons the medium if this is
-        interrupted: half of a change must not be committed."""
-        self._items = self._store.items
-        for each in self._arrays() if arrays is None else arrays:
-            each.revert()
 
     def _arrays(self) -> list[Array]:
         return list(arrays_of(self._items))
