@@ -190,7 +190,7 @@ def logged_once_and_for_all(patch: pytest.MonkeyPatch) -> None:
     right = PlacedStore.commit
 
     def wrong(self: PlacedStore, moment: Moment) -> None:
-        kept = [(place, place.logged) for place in self._places.values()]
+        kept = [(place, place.logged) for place in self.places.values()]
         right(self, moment)
         for place, cells in kept:
             place.logged = cells

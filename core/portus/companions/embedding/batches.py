@@ -308,7 +308,7 @@ class Batches:
     def go_on_from_newest(self, batch: int) -> None:
         """Continue at a batch whose state, the newest commit, was loaded."""
         self.count = self._store.batch = batch
-        self._moments.forget_dense()
+        self._moments.dense = None  # another one was loaded
         mapped = self._mapped
         self._may_update, self._moments.is_whole = True, mapped is not None and mapped.adopt()
         for table in self._training.tables:

@@ -44,7 +44,7 @@ class Moments:
         self._every: Final = every
         self._slices: Final = 0 if every == 1 else max(1, every // _SLICES_SHARE)
         """The number of slices of the dense part; 0: one piece, in the entry of its batch."""
-        self._dense: _DensePart | None = None
+        self.dense: _DensePart | None = None
         """The dense part that was taken last, if it is written in slices."""
         self._loadable: Final = LoadCheck()
         self._pickle = b""
@@ -72,14 +72,14 @@ class Moments:
     def take_again(self, batch: int, *, afresh: bool) -> Moment:
         """Return the moment of a batch again, in place of the last one, which is discarded. afresh:
         call ``extra`` again."""
-        self._dense, was_whole, self.announced = self._before
+        self.dense, was_whole, self.announced = self._before
         self.is_whole = self.is_whole or was_whole
         return self.take(batch, asks=afresh)
 
     def take(self, batch: int, *, asks: bool = True) -> Moment:
         """Return the moment of a batch, with the changed rows and the dense part copied. asks: call
         ``extra``, instead of using its last result."""
-        mapped, dense = self._mapped, self._dense
+        mapped, dense = self._mapped, self.dense
         self.settings = settings_of(self._training.optimizers)
         self._before = dense, self.is_whole, self.announced
         if dense is not None and self._leaves(dense, batch):
@@ -126,12 +126,8 @@ class Moments:
         )
         self.is_whole = False
         if self._slices:
-            self._dense = _DensePart(moment, index, counter, others)
+            self.dense = _DensePart(moment, index, counter, others)
         return moment
-
-    def forget_dense(self) -> None:
-        """Forget the dense part that was captured last, because another one was loaded."""
-        self._dense = None
 
     def _rows_ahead(self) -> list[RowsThere]:
         """Return the rows in the pool that the next batch was announced to update, once."""

@@ -85,15 +85,12 @@ class Committer:
             self._stop.is_awaited = True
             self._changed.notify_all()
 
-    def _is_due(self) -> bool:
-        return self._work is not None or self._ended or self._store.has_more
-
     def _run(self) -> None:
         # After an error nothing more is committed: a batch without the one before it would be a
         # gap.
         while self._error is None:
             with self._changed:
-                self._changed.wait_for(self._is_due)
+                self._changed.wait_for(lambda: self._work or self._ended or self._store.has_more)
                 work = self._work
                 if work is None and self._ended:
                     return

@@ -23,26 +23,30 @@ from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
 from portus.errors import UsageError
+from portus.reach.index.pool import PoolWriter
 from portus.reach.media.dax import DaxDevice, DaxFile
 from portus.reach.pools.restore import load_over
 
 _log: Final = logging.getLogger("portus")
 
 
-class MappedTables:
+class MappedTables(PlacedStore):
     """The tables of one model in one pool. One thread at a time."""
 
-    def __init__(self, store: PlacedStore, tables: Sequence[Table]) -> None:
-        """Raise ``UsageError`` if the pool is not on persistent memory."""
-        self._medium: Final = persistent(store.pool.medium)
-        self._store: Final = store
+    def __init__(self, pool: PoolWriter, log_bytes: int | None, tables: Sequence[Table]) -> None:
+        """Open the pool, and move tables into it if it is new. Raise ``UsageError`` if it is not on
+        persistent memory, and as ``PlacedStore``."""
+        self._medium: Final = persistent(pool.medium)
         self._tables: Final = tables
-        self._places: dict[int, TensorLocation] = {}
+        self._by_address: Final[dict[int, TensorLocation]] = {}
         """Places of tensors, by their addresses."""
-        self._views: list[tuple[weakref.ref[memoryview], Extent]] = []
+        self._views: Final[list[tuple[weakref.ref[memoryview], Extent]]] = []
         """Memory of each tensor that was made; the tensor keeps it alive."""
         self.digests: list[torch.Tensor] = []
         """Additional tensors of the state: the digests of the units of each placed tensor."""
+        super().__init__(pool, log_bytes)
+        if self.newest is None:
+            self.adopt()
 
     def adopt(self) -> bool:
         """Move each tensor of a table into the pool; return whether one was not there.
@@ -54,7 +58,7 @@ class MappedTables:
             (table, key, self._copy(table, key, tensor))
             for table in self._tables
             for key, tensor in table.tensors_by_key().items()
-            if tensor.data_ptr() not in self._places or tensor.is_meta
+            if tensor.data_ptr() not in self._by_address or tensor.is_meta
         ]
         for each in missing:  # only now that there was room for all of them
             self._put(*each)
@@ -67,20 +71,20 @@ class MappedTables:
 
     def load(self) -> Any:
         """Return the committed state, verified, with its tables in place. Raises as loading
-        ``TableStore.newest``."""
-        newest = self._store.newest
+        ``newest``."""
+        newest = self.newest
         assert newest is not None
-        self._places.clear()
-        dtypes = {each.storage: each.dtype for each in self._store.tensors()}
+        self._by_address.clear()
+        dtypes = {each.storage: each.dtype for each in self.tensors()}
         there: dict[int, torch.UntypedStorage] = {}
-        for index, place in self._store.places.items():
+        for index, place in self.places.items():
             tensor = self._tensor(
                 place,
                 (place.extent.length // ITEM_SIZES[dtypes[index]],),
                 getattr(torch, dtypes[index]),
             )
             there[index] = tensor.untyped_storage()
-        return load_over(self._store.pool, newest, there)
+        return load_over(self.pool, newest, there)
 
     def take(self, model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Point the tables of ``model`` to those of a loaded state, of the same shape and dtype;
@@ -99,15 +103,15 @@ class MappedTables:
         digests. Both are keyed by storage; ``index`` gives the storage at each address."""
         places: dict[int, TensorLocation] = {}
         digests: dict[int, int] = {}
-        for tensor, digest in zip(self._tensors(), self.digests, strict=True):
+        for tensor, digest in zip(self._table_tensors(), self.digests, strict=True):
             storage = index[tensor.data_ptr()]
-            places[storage] = self._places[tensor.data_ptr()]
+            places[storage] = self._by_address[tensor.data_ptr()]
             digests[storage] = index[digest.data_ptr()]
         return places, digests
 
     def measure(self) -> None:
         """Make tensors for the digests of all placed tensors."""
-        places = [self._places[tensor.data_ptr()] for tensor in self._tensors()]
+        places = [self._by_address[tensor.data_ptr()] for tensor in self._table_tensors()]
         sizes = [place.units * DIGEST_SIZE for place in places]
         if [len(each) for each in self.digests] != sizes:
             self.digests = [torch.zeros(size, dtype=torch.uint8, device="cpu") for size in sizes]
@@ -116,14 +120,10 @@ class MappedTables:
         """Return rows of a table, and of their optimizer state, as far as they are in the pool."""
         numbers = np.unique(number.numpy())
         return [
-            (self._places[tensor.data_ptr()], numbers)
+            (self._by_address[tensor.data_ptr()], numbers)
             for tensor in table.tensors()
-            if tensor.data_ptr() in self._places
+            if tensor.data_ptr() in self._by_address
         ]
-
-    def log(self, rows: Sequence[RowsThere]) -> None:
-        """Make rows durable before an update changes them. Raises as ``PlacedStore.log``."""
-        self._store.log(rows)
 
     def let_go(self) -> None:
         """Take the rows from the model and its optimizers: the pool and its medium are about to be
@@ -136,10 +136,10 @@ class MappedTables:
             for key, shape, dtype in [
                 (key, each.shape, each.dtype)
                 for key, each in table.tensors_by_key().items()
-                if each.data_ptr() in self._places
+                if each.data_ptr() in self._by_address
             ]:  # names of tensors would be views
                 self._put(table, key, torch.empty((0, *shape[1:]), dtype=dtype, device="cpu"))
-        self._places.clear()
+        self._by_address.clear()
         kept = {extent.offset: extent for view, extent in self._views if view() is not None}
         self._views.clear()
         if kept:
@@ -153,11 +153,11 @@ class MappedTables:
             # (decision 0178).
             self._medium.close_but(list(kept.values()))
 
-    def _tensors(self) -> list[torch.Tensor]:
+    def _table_tensors(self) -> list[torch.Tensor]:
         return [tensor for table in self._tables for tensor in table.tensors()]
 
     def _copy(self, table: Table, key: str | None, tensor: torch.Tensor) -> torch.Tensor:
-        place = self._store.place(tensor.nbytes, tensor.nbytes // tensor.shape[0])
+        place = self.place(tensor.nbytes, tensor.nbytes // tensor.shape[0])
         made = self._tensor(place, tensor.shape, tensor.dtype)
         if tensor.is_meta:
             made.fill_(_first(table) if key is not None else 0)
@@ -169,7 +169,7 @@ class MappedTables:
         self, place: TensorLocation, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         address = self._medium.address(place.extent)
-        self._places[address] = place
+        self._by_address[address] = place
         view = memory(address, place.extent.length)
         self._views.append((weakref.ref(view), place.extent))
         return torch.frombuffer(view, dtype=dtype).reshape(shape)

@@ -62,15 +62,10 @@ class PlacedStore(TableStore):
 
     def __init__(self, pool: PoolWriter, log_bytes: int | None = None) -> None:
         """Open the pool as ``TableStore`` does, and undo the changes of an uncommitted batch."""
-        self._places: dict[int, TensorLocation] = {}
+        self.places: Mapping[int, TensorLocation] = {}
         """Places of the tables of the newest version, by the index of the storage."""
         self._reserved: list[Extent] = []
         super().__init__(pool, log_bytes)
-
-    @property
-    def places(self) -> Mapping[int, TensorLocation]:
-        """The places of the tables of the newest version, by the indices of their storages."""
-        return self._places
 
     def place(self, length: int, row: int) -> TensorLocation:
         """Reserve room for a tensor of ``length`` bytes, over 0, with rows of ``row`` bytes.
@@ -136,7 +131,7 @@ class PlacedStore(TableStore):
         super().commit(moment)
         for index, place in moment.placed.items():
             place.sums = sums[index]
-        for place in self._places.values():
+        for place in self.places.values():
             place.logged, place.old = np.empty(0, np.int64), []
         slices = self._slices
         while slices is not None and slices.is_behind:
@@ -169,7 +164,7 @@ class PlacedStore(TableStore):
     def seal(self) -> None:
         """Seal the log as ``TableStore`` does. If an uncommitted batch has begun, leave the log as
         it is: the next process that opens the pool restores the bytes of its undo entries."""
-        begun = any(len(place.logged) for place in self._places.values())
+        begun = any(len(place.logged) for place in self.places.values())
         if not begun and self._log is not None and self._log.room > PAGE:
             super().seal()
 
@@ -178,7 +173,7 @@ class PlacedStore(TableStore):
     def _append(self, moment: Moment) -> bool:
         """Commit all that is not in place by an entry of the log. Return False if an entry cannot
         do it."""
-        return dict(moment.placed) == self._places and super()._append(moment)
+        return dict(moment.placed) == self.places and super()._append(moment)
 
     def _new_sums(self, place: TensorLocation) -> list[int]:
         """Return the digests of units after a batch that changed the logged cells."""
@@ -195,7 +190,7 @@ class PlacedStore(TableStore):
         or seals the log, and one that says that a newer version has the tables."""
         log = self._log
         assert log is not None
-        begins = not any(len(place.logged) for place in self._places.values())
+        begins = not any(len(place.logged) for place in self.places.values())
         if begins and log.room < max(size, log.log.extent.length // _FREE_SHARE):
             self._fold_in(self._standing())
             assert self._log is not None
@@ -215,7 +210,7 @@ class PlacedStore(TableStore):
         kept, in_place, before = list[StorageRows](), list[InPlaceStorage](), self._record
         for index, place in sorted(moment.placed.items()):
             units = moment.data[moment.digests[index]].reshape(-1, DIGEST_SIZE).copy()
-            known = [i for i, each in self._places.items() if each is place]
+            known = [i for i, each in self.places.items() if each is place]
             born = int(before.storages["born"][known[0]]) if known and before is not None else 0
             kept.append(StorageRows.over(np.array([index]), [[place.extent]], units, born))
             in_place.append(InPlaceStorage(index, place.cell, moment.digests[index]))
@@ -226,7 +221,7 @@ class PlacedStore(TableStore):
     def _fold_in(self, moment: Moment) -> None:
         before, record = self._log, self._record
         super()._fold_in(moment)
-        self._places = dict(moment.placed)
+        self.places = dict(moment.placed)
         for area in self._reserved:
             self.pool.release([area])
         self._reserved.clear()
@@ -242,7 +237,7 @@ class PlacedStore(TableStore):
         there = InPlaceReader(self.pool.medium, record, read_log(self.pool.medium, record))
         data = list[Bytes]()
         for index in range(len(record.storages)):
-            place = self._places.get(index)
+            place = self.places.get(index)
             if place is None:
                 data.append(np.frombuffer(there.content(index), np.uint8))
             elif isinstance(self.pool.medium, MappedMedium):
@@ -258,7 +253,7 @@ class PlacedStore(TableStore):
             data=data,
             rows=None,
             dense_batch=self._dense_batch,
-            placed=self._places,
+            placed=self.places,
             digests=digests,
         )
 
@@ -303,12 +298,13 @@ class PlacedStore(TableStore):
             medium.persist(Extents(np.concatenate(offsets), np.concatenate(lengths)))
         if logged.undo:
             log.append([], b"", record.info.commit)  # only now that they are restored
-        there = InPlaceReader(medium, record, logged)
+        there, places = InPlaceReader(medium, record, logged), dict[int, TensorLocation]()
         counts = {each.storage: each.shape[0] for each in self.tensors() if each.shape}
         for each in record.log.in_place:
             [extent] = record.storage_extents(each.storage)
             row, sums = extent.length // counts[each.storage], there.sums(each.storage)
-            self._places[each.storage] = TensorLocation(extent, row, each.cell, sums)
+            places[each.storage] = TensorLocation(extent, row, each.cell, sums)
+        self.places = places
         return logged
 
 

@@ -32,7 +32,6 @@ from portus.companions.embedding.lookups import (
     look_ahead,
 )
 from portus.companions.embedding.mapping import MappedTables, persistent
-from portus.companions.embedding.pool_tables import PlacedStore
 from portus.companions.embedding.store import TableStore
 from portus.companions.embedding.tables import ProtectedTraining, Table, tables_of
 from portus.engine.settings.fits import Seconds, SomeBytes, refuse_misfits
@@ -181,12 +180,8 @@ class ProtectedTables:
         self._ids_of: Final = ids_of
         try:
             self._training: Final = ProtectedTraining(model, optimizers, tables, pool)
-            self._store: Final = (PlacedStore if in_place else TableStore)(pool, log_bytes)
-            self._mapped: Final = (
-                MappedTables(self._store, tables) if isinstance(self._store, PlacedStore) else None
-            )
-            if self._mapped is not None and self._store.newest is None:
-                self._mapped.adopt()
+            self._mapped: Final = MappedTables(pool, log_bytes, tables) if in_place else None
+            self._store: Final = self._mapped or TableStore(pool, log_bytes)
             moments = Moments(self._training, self._mapped, extra=extra, every=every)
             self._early: Final = EarlyLookups(model, tables) if early_lookup else None
         except BaseException:
