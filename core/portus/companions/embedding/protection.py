@@ -138,7 +138,13 @@ def protect(
         create_pool(place.path, files)
     opened = open_writer(place.path, files, timeout_s=timeout_s, max_bytes=max_bytes)
     if in_place:
-        _require_persistent(opened, files if is_new else None)
+        try:
+            persistent(opened.medium)
+        except UsageError:
+            if is_new and not opened.catalogue().ids():
+                files.remove(opened.medium.info.name)
+            opened.close()
+            raise
     return ProtectedTables(
         model,
         optimizers,
@@ -386,18 +392,6 @@ def _load_rest(model: torch.nn.Module, rest: Mapping[str, Any], saved: Mapping[s
         raise RuntimeError(
             f"missing: {', '.join(sorted(missing))}; unexpected: {', '.join(found.unexpected_keys)}"
         )
-
-
-def _require_persistent(pool: PoolWriter, made: LocalFiles | None) -> None:
-    """Raise ``UsageError``, and close the pool, if it is not on persistent memory. made: the file
-    system, if the pool was just made; then the pool is removed too."""
-    try:
-        persistent(pool.medium)
-    except UsageError:
-        if made is not None and not pool.catalogue().ids():
-            made.remove(pool.medium.info.name)
-        pool.close()
-        raise
 
 
 def _of_torch(model: object, optimizer: object) -> list[Optimizer]:

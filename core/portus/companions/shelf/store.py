@@ -88,9 +88,10 @@ class ShelfStore(ModelWithLog[PoolReader]):
         exception of a signal handler, the shelf can commit nothing until it is opened again.
         ``items`` belong to the store from now on.
         """
-        contents, arrays = self._encode(items)
+        is_known = items is self.items and self._record is not None
+        contents, arrays = (self._contents, self._arrays) if is_known else encode(items)
         dirty = {each: runs for each in changed if (runs := each.changes())}
-        same = arrays is self._arrays
+        same = arrays == self._arrays
         if same and not dirty and contents == self._contents:
             self.items = items
             return
@@ -104,14 +105,6 @@ class ShelfStore(ModelWithLog[PoolReader]):
             # whether, and where, the commit was made.
             self.pool.medium.poison("a commit of this shelf was interrupted; open it again")
             raise
-
-    def _encode(self, items: Mapping[str, Item]) -> tuple[bytes, list[Array]]:
-        """Return the contents and the arrays of ``items``; the same list, if the version has these
-        arrays."""
-        if items is self.items and self._record is not None:
-            return self._contents, self._arrays
-        contents, arrays = encode(items)
-        return contents, self._arrays if arrays == self._arrays else arrays
 
     # --- a change of bytes and values -----------------------------------------------------------
 
