@@ -136,7 +136,7 @@ def no_pools_from_before() -> Iterator[None]:
     yield
     resolve = sys.modules.get("portus.reach.pools.resolve")
     if resolve is not None:
-        resolve.POOLS._allowed.clear()
+        resolve.ALLOWED.clear()
 
 
 @pytest.fixture(autouse=True)

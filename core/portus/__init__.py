@@ -48,14 +48,14 @@ if TYPE_CHECKING:
     from portus.errors import StaleError as StaleError
     from portus.errors import TransportError as TransportError
     from portus.errors import UsageError as UsageError
+    from portus.reach.files.reference import is_reference as is_reference
+    from portus.reach.files.reference import read_reference as read_reference
     from portus.reach.index.check import check as check
     from portus.reach.index.findings import Finding as Finding
     from portus.reach.index.place import Place as Place
     from portus.reach.index.place import local_path as local_path
     from portus.reach.pools.checkpointer import PoolCheckpointer as PoolCheckpointer
     from portus.reach.pools.resolve import allow as allow
-    from portus.reach.pools.resolve import is_reference as is_reference
-    from portus.reach.pools.resolve import read_reference as read_reference
     from portus.reach.pools.view import PoolView as PoolView
     from portus.reach.training.safetensors import Safetensors as Safetensors
     from portus.reach.training.safetensors import save_safetensors as save_safetensors
@@ -91,11 +91,12 @@ _NAMES_OF: Final = {
         "AbandonedError BusyError CorruptionError MediumError NoCheckpointError PortusError "
         "StaleError TransportError UsageError"
     ),
+    "portus.reach.files.reference": "is_reference read_reference",
     "portus.reach.index.check": "check",
     "portus.reach.index.findings": "Finding",
     "portus.reach.index.place": "Place local_path",
     "portus.reach.pools.checkpointer": "PoolCheckpointer",
-    "portus.reach.pools.resolve": "allow is_reference read_reference",
+    "portus.reach.pools.resolve": "allow",
     "portus.reach.pools.view": "PoolView",
     "portus.reach.pools.view:PoolView": "open",
     "portus.reach.training.safetensors": "Safetensors save_safetensors",

@@ -41,7 +41,7 @@ from portus.reach.index.roots import read_roots
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.pool import Locks
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
-from portus.reach.pools.version_file import VersionFile, file_in, table_of
+from portus.reach.versions.open_version import OpenVersion, VersionFile
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.simulation.crash import CrashFiles, Faults
 
@@ -162,11 +162,10 @@ def verified(pool: PoolReader, entry: VersionEntry) -> int:
     """The step of a version all of whose records and bytes are right."""
     record = pool.record(entry)
     model, step = entry.info.model, entry.info.step
-    there = table_of(pool, record)
-    assert there is not None
-    assert [each.name for each in there.files] == list(FILES)
-    for number, name in enumerate(FILES):
-        data = loaded(file_in(pool, record, there.files, number))
+    there = OpenVersion(pool, record).files
+    assert list(there) == list(FILES)
+    for name, file in there.items():
+        data = loaded(file)
         assert data == file_of(model, step, name), f"{name} of step {step}"
     for index, row in enumerate(record.units[: len(LENGTHS)]):
         assert bytes(row["digest"]) == digest(content(model, step, index)), f"digest {index}"

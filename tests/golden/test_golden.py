@@ -25,8 +25,8 @@ from portus.reach.index.log import entries, read_log
 from portus.reach.index.records import VersionRecord, read_whole
 from portus.reach.index.rescue import find_versions
 from portus.reach.media.local import LocalFiles
-from portus.reach.pools.version_file import table_of
 from portus.reach.pools.view import PoolView
+from portus.reach.versions.open_version import OpenVersion
 from tests.golden import kinds, make  # noqa: F401 - its classes are in the pools
 from tests.golden.describe import Describer
 from tests.unit.cli.scene import portus
@@ -136,7 +136,7 @@ def test_a_golden_pool_has_one_of_everything(tmp_path: Path) -> None:
     try:
         entries = list(reader.catalogue().entries())
         records = [reader.record(entry) for entry in entries]
-        tables = [table_of(reader, record) for record in records]
+        tables = [OpenVersion(reader, record).table for record in records]
     finally:
         reader.close()
     assert any(_units(record) > 1 for record in records), "a storage of several units"

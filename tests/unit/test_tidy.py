@@ -21,7 +21,7 @@ FORBIDDEN_STEMS = {"utils", "util", "helpers", "helper", "common", "manager", "m
 BROAD_EXCEPT = {
     "core/portus_in_torch.py: _register": "an error would break import torch for everybody",
     "core/portus/cli/doctor.py: adapters": "an adapter that is broken is a finding, not an end",
-    "core/portus/reach/pools/weights_only.py: unpickle": "what torch makes of nonsense; told",
+    "core/portus/reach/pools/weights_only.py: refusing": "what torch makes of nonsense; told",
     "core/portus/engine/state/pickling.py: _place_of_failure": "looks for the part that fails",
     "core/portus/engine/state/pickling.py: pickle_state": "code of a user; told with its place",
     "core/portus/engine/image/key_paths.py: is_ordinary": (
@@ -40,10 +40,7 @@ BROAD_EXCEPT = {
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: abreast": "raised where the result is taken",
-    "core/portus/reach/versions/parallel.py: in_any_order": (
-        "raised in the thread that waits for all"
-    ),
-    "core/portus/reach/versions/parallel.py: take_part": "raised in the thread that waits for all",
+    "core/portus/reach/versions/parallel.py: take_part": "raised where the result is taken",
     "core/portus/engine/copying/thread.py: finish": "raised when the threads are over",
     "core/portus/engine/copying/local.py: _together": "raised in the thread that waits for it",
     "core/portus/engine/copying/local.py: take_part_beside": (

@@ -7,8 +7,7 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -18,8 +17,10 @@ from portus.cli.options import POOL_OR_MIRROR, TARGET, Text, Texts, argument, fl
 from portus.cli.output import Json, Output, counter
 from portus.cli.pools import open_places, version_document
 from portus.engine.directory.folder import FOLDER
+from portus.engine.loading.open_file import OpenFile
+from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, UsageError
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import SUFFIX
 from portus.reach.index.place import local_path
@@ -29,8 +30,8 @@ from portus.reach.leaving.options import TORCH_SUFFIXES, ExportOptions, WrittenE
 from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import OpenCheckpoint
 from portus.reach.places.opening import newest
-from portus.reach.places.version import OpenVersion, open_version
 from portus.reach.pools.resolve import use_reference
+from portus.reach.versions.open_version import open_version
 
 _NAMED_MAX: Final = 5
 """Names that a message lists."""
@@ -80,8 +81,7 @@ def command(
                 title = found.name
                 about: dict[str, Json] = {**version_document(found.info), "pool": found.place.path}
                 with found.open() as opened:
-                    write_version = _write_files if opened.files else _write_contents
-                    done = write_version(opened, title, options)
+                    done = _write_version(opened, found.info, title, options)
         else:
             about = {"file": os.path.abspath(path)}
             done = (_write_directory if os.path.isdir(path) else _write_file)(path, options)
@@ -108,9 +108,14 @@ def _write(opened: OpenCheckpoint, name: str, path: str) -> None:
         opened.write(name, path, add)
 
 
-def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
-    """Write all files of a checkpoint, or the one that the options name."""
+def _write_version(
+    opened: OpenCheckpoint, info: VersionInfo, title: str, options: ExportOptions
+) -> WrittenExport:
+    """Write all files of a checkpoint, or the one that the options name; or its state, if it has no
+    files, as a shelf and tables."""
     names = list(opened.files)
+    if not names:
+        return _write_state(opened, info, title, options)
     if len(names) > 1 and options.file is None:
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
@@ -124,27 +129,36 @@ def _write_files(opened: OpenCheckpoint, title: str, options: ExportOptions) -> 
     name = options.file or names[0]
     if name not in names:
         raise UsageError(f"there is no file {name!r} in {title}; it has {names!r:.500}")
-    size = opened.files[name].size
+    file = opened.files[name]
     if options.is_exact(name):
-        with in_place(options.out, force=options.force, size=size) as out:
+        with in_place(options.out, force=options.force, size=file.size) as out:
             _write(opened, name, out)
         return WrittenExport(exact=True)
-    near = os.path.dirname(os.path.abspath(options.out))
-    with (
-        _open_out(options, size) as out,
-        tempfile.TemporaryDirectory(prefix=".portus-", dir=near) as folder,
-    ):
-        whole = os.path.join(folder, name)
-        _write(opened, name, whole)
-        return _convert(whole, title, options, out)
+    return _convert(file, title, options, file.size)
+
+
+def _write_state(
+    opened: OpenCheckpoint, info: VersionInfo, title: str, options: ExportOptions
+) -> WrittenExport:
+    from portus.reach.pools.state_file import StateFile  # and torch with it
+
+    if options.is_directory or options.file is not None:
+        raise UsageError(
+            f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
+        )
+    assert opened.version is not None, "all others have files"
+    about = {"model": info.model, "step": info.step, "token": info.token.hex()}
+    size = 0 if options.names else info.size
+    return _convert(StateFile(opened.version), title, options, size, about)
 
 
 def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer refers to."""
-    said = pointer_at(path)
+    from portus.engine.loading.checkpoint_file import use_file  # and torch with it
+
+    said = read_reference(path)
     if said is None or not options.is_exact(said.part or ""):
-        with _open_out(options) as out:
-            return _convert(path, path, options, out)
+        return use_file(path, lambda file: _convert(file, path, options), as_torch=False)
     with in_place(options.out, force=options.force) as out:
         _copy(path, options.out, out)
     return WrittenExport(exact=True)
@@ -172,21 +186,21 @@ def _write_directory(path: str, options: ExportOptions) -> WrittenExport:
 def _has_pointers(directory: str) -> bool:
     """Return whether there are pointers in a directory, not below. Raises ``MediumError``."""
     paths = [os.path.join(directory, name) for name in LocalFiles().entries(directory)]
-    return any(pointer_at(path) is not None for path in paths)
+    return any(read_reference(path) is not None for path in paths)
 
 
 def _copy(path: str, out: str, target: str) -> None:
     """Copy a file, or the one that a pointer refers to."""
-    if pointer_at(path) is None:
+    if read_reference(path) is None:
         shutil.copyfile(path, target)
         return
 
     def write(reader: PoolReader, entry: VersionEntry, said: Reference) -> None:
         with open_version(reader, entry) as opened:
-            if said.part not in opened.files:
-                raise CorruptionError(f"{path}: it refers to a version that lacks this file")
-            check_room(out, opened.files[said.part].size)
-            _write(opened, said.part, target)
+            file = opened.file(said.part)
+            check_room(out, file.size)
+            with counter(said.part, file.size) as add:
+                file.write(target, add)
 
     use_reference(path, write)
 
@@ -209,33 +223,22 @@ def _open_out(options: ExportOptions, size: int = 0) -> Iterator[str]:
         yield out
 
 
-def _convert(path: str, title: str, options: ExportOptions, out: str) -> WrittenExport:
-    """Write the values that ``names`` select, or all, as a file of another kind to ``out``."""
-    from portus.reach.leaving.export import write_file  # and torch with it
+def _convert(
+    file: OpenFile,
+    title: str,
+    options: ExportOptions,
+    size: int = 0,
+    about: Mapping[str, object] | None = None,
+) -> WrittenExport:
+    """Write the values that ``names`` select, or all, as a file of another kind. size: bytes to
+    come. about: of a version, for its metadata."""
+    from portus.reach.leaving.export import write  # and torch with it
 
-    try:
-        return write_file(path, out, options)
-    except (UsageError, CorruptionError) as error:
-        # ``path`` may be a temporary copy, which a user does not know.
-        raise type(error)(str(error).replace(path, title)) from error
-
-
-def _write_contents(opened: OpenCheckpoint, title: str, options: ExportOptions) -> WrittenExport:
-    """Write a version of a shelf, or of embedding tables."""
-    from portus.reach.leaving.export import write_version  # and torch with it
-
-    assert isinstance(opened, OpenVersion), "all others have files"
-    if options.is_directory or options.file is not None:
-        raise UsageError(
-            f"{title} has no files: export it to a {SUFFIX} or {TORCH_SUFFIXES[0]} file"
-        )
-    info = opened.entry.info
     with (
-        _open_out(options, 0 if options.names else info.size) as out,
-        open(out, "wb") as file,
-        counter(os.path.basename(options.out), info.size) as add,
+        _open_out(options, size) as out,
+        counter(os.path.basename(options.out), size or file.size) as add,
     ):
-        return write_version(opened.reader, opened.entry, file, options, add)
+        return write(file, title, out, options, advance=add, about=about)
 
 
 def _show(

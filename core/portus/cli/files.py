@@ -11,7 +11,7 @@ from portus.cli.output import Json, Output, Row, fields, newest_rows
 from portus.cli.pools import nearest
 from portus.engine.settings.keep import Keep
 from portus.errors import UsageError
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.places.base import GarbageOptions, StoredCheckpoint
@@ -23,7 +23,7 @@ from portus.reach.places.directory import (
     verification_of,
 )
 from portus.reach.places.opening import Places, place_named
-from portus.reach.pools.resolve import POOLS
+from portus.reach.pools.resolve import allow
 
 if TYPE_CHECKING:
     from portus.reach.leaving.outline import FileOutline
@@ -51,9 +51,9 @@ def find_files(target: str | None, pool: str | None) -> str | None:
     or in one. With a pool the target may be a pointer to that. Without a target: the directory of
     the nearest ``.portus``, if that has no pool."""
     if pool is not None:
-        if not target or not os.path.isfile(target) or pointer_at(target) is None:
+        if not target or not os.path.isfile(target) or read_reference(target) is None:
             return None
-        POOLS.allow(place_named(pool, "--pool"))
+        allow(place_named(pool, "--pool"))
         return target
     if target is None:
         hidden = nearest(os.getcwd())

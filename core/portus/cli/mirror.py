@@ -33,7 +33,6 @@ from portus.reach.mirror.object_file import digest_of
 from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
-from portus.reach.places.version import OpenVersion
 
 _Versions = dict[bytes, StoredCheckpoint]
 """Versions in the pools of this machine, by their tokens."""
@@ -264,11 +263,12 @@ def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None)
     # Entries of the log count only for the holder of the term (decision 0141).
     claim(mirror, "mirror repair")
     with found.open() as opened:
-        assert isinstance(opened, OpenVersion)
+        assert opened.version is not None
+        reader, number = opened.version.reader, opened.version.record.info.id
         if damaged is None:
-            mirror.copy(opened.reader, opened.entry.info.id, Stop())
+            mirror.copy(reader, number, Stop())
         else:
-            mirror.mend(damaged, opened.reader, opened.entry.info.id, Stop())
+            mirror.mend(damaged, reader, number, Stop())
 
 
 def _address(url: str | None) -> StoreAddress:

@@ -9,7 +9,7 @@ from portus.cli import words
 from portus.cli.output import Json, fields
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, Place
 from portus.reach.places.opening import Places, place_and_target, place_named, places_at
@@ -50,7 +50,7 @@ def only_place(place: str | None, pool: str | None) -> str | None:
 
 def refuse_pointer(place: Place) -> None:
     """Raise ``UsageError`` if a checkpoint is named in place of a pool."""
-    if pointer_at(place.path) is not None:
+    if read_reference(place.path) is not None:
         raise UsageError(
             f"{place} is a pointer to a checkpoint in a pool; expected the pool. portus show "
             f"{place} shows its checkpoint"

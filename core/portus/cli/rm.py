@@ -13,7 +13,7 @@ from portus.cli.pools import open_places, version_document
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
@@ -52,7 +52,7 @@ def command(
         path = files.find_files(target, pool)
         if path is None:
             removed += _remove_versions(target, pool, yes, force, kept, output)
-        elif keep is None and pointer_at(path) is not None:
+        elif keep is None and read_reference(path) is not None:
             removed += _remove_pointer(os.path.abspath(path), output)
         else:
             removed += files.rm(path, output, force=force, keep=kept)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from math import prod
 
 from portus.cli import files, words
 from portus.cli.options import POOL_OR_MIRROR, TARGET, Text
 from portus.cli.output import Json, Output, Row
 from portus.cli.pools import open_places, table_document, version_document
-from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.spec import TensorSpec
-from portus.reach.format.items import StoredArray
-from portus.reach.formats.safetensors import NamedTensor
-from portus.reach.index.log import read_log
-from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.places.base import StoredCheckpoint
-from portus.reach.places.version import OpenVersion
 from portus.reach.shards.rank_file import DISTCP, METADATA
+from portus.reach.versions.open_version import OpenVersion
 
 
 def command(output: Output, target: str = TARGET, pool: Text = POOL_OR_MIRROR) -> None:
@@ -72,9 +64,9 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
                 "files": [{"name": name, "size": size} for name, size in sizes.items()],
             }
         directory, unique, told, about = None, None, "", dict[str, Json]()
-        if isinstance(opened, OpenVersion):
-            record, unique = opened.record, found.unique()
-            directory = None if opened.table is None else opened.table.directory or None
+        if (version := opened.version) is not None:
+            record, unique = version.record, found.unique()
+            directory = None if version.table is None else version.table.directory or None
             old = record.storages["born"] < record.info.commit
             shared = int(record.storages["length"][old].sum())
             told = f" in {words.count(len(record.storages), 'storage')}"
@@ -93,9 +85,8 @@ def _show_version(found: StoredCheckpoint, output: Output) -> dict[str, Json]:
         if directory:
             output.line(f"at      {directory}")
         document = {**_identity(found), **about}
-        if isinstance(opened, OpenVersion) and opened.table is None:
-            shown = _show_leaves(opened.reader, opened.entry, opened.record, output)
-            return {**document, **shown}
+        if version is not None and version.table is None:
+            return {**document, **_show_state(version, output)}
         files_shown = [_show_file(name, file, output) for name, file in opened.files.items()]
         return {**document, "files": list[Json](files_shown)}
 
@@ -116,34 +107,20 @@ def _show_file(name: str, file: OpenFile, output: Output) -> dict[str, Json]:
     return {**document, **files.show_outline(outline_in(file, name), output)}
 
 
-def _show_leaves(
-    reader: PoolReader, entry: VersionEntry, record: VersionRecord, output: Output
-) -> dict[str, Json]:
+def _show_state(version: OpenVersion, output: Output) -> dict[str, Json]:
     """Show the contents of a version of a shelf, or of tables."""
     from portus.reach.leaving.export import batches_of  # and torch with it
-    from portus.reach.leaving.outline import FileOutline, value_text
-    from portus.reach.pools.restore import contents_of
+    from portus.reach.leaving.outline import outline_in
+    from portus.reach.pools.state_file import StateFile
 
-    tensors, leaves = contents_of(reader, entry)
-    changed = read_log(reader.medium, record)
-    batches = batches_of(reader, record, changed, tensors)
-    if record.log is not None:
-        text = "1 entry" if changed.entries == 1 else f"{changed.entries} entries"
-        output.line(f"log     {text}, in {words.size(record.log.extent.length)}")
+    file, log, entries = StateFile(version), version.record.log, version.logged.entries
+    batches = batches_of(file, version.where)
+    if log is not None:
+        text = "1 entry" if entries == 1 else f"{entries} entries"
+        output.line(f"log     {text}, in {words.size(log.extent.length)}")
     if batches:
         text = ", ".join(f"{each} of the {name}" for name, each in batches.items())
         output.line(f"batch   {text}")
     output.line()
-    outlined: list[NamedTensor] = []
-    others: list[tuple[str, str]] = []
-    for name, value in leaves:
-        if isinstance(value, StoredArray):
-            outlined.append(NamedTensor(name, str(value.dtype), value.sizes, value.size))
-        elif isinstance(value, TensorSpec):
-            size = prod(value.shape) * ITEM_SIZES.get(value.dtype, 0)
-            outlined.append(NamedTensor(name, value.dtype, value.shape, size))
-        else:
-            others.append((name, value_text(value)))
-    outline = FileOutline(True, "", tuple(outlined), tuple(others))
-    shown = files.show_outline(outline, output)
-    return {"changes": changed.entries, "batches": dict(batches), **shown}
+    shown = files.show_outline(outline_in(file, version.where), output)
+    return {"changes": entries, "batches": dict(batches), **shown}

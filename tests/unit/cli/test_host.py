@@ -8,8 +8,8 @@ import torch
 
 import portus as face
 from portus.reach.index.directory import on_disk
+from portus.reach.pools import resolve
 from portus.reach.pools.checkpointer import PoolCheckpointer
-from portus.reach.pools.resolve import POOLS
 from tests.hosts import serving, url
 from tests.moments import until
 from tests.unit.cli.scene import pointing, portus, portus_json, state
@@ -103,7 +103,7 @@ def test_rm_removes_the_pointers_to_a_version_on_a_host(address: str, pointers: 
 def test_a_pointer_to_a_host_is_shown_verified_and_exported(
     address: str, pointers: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(POOLS, "_allowed", [])
+    monkeypatch.setattr(resolve, "ALLOWED", [])
     assert "PORTUS_POOL" in portus("export", pointers[0], "out.pt").err, "strangers choose no host"
     for arguments in (
         ("show", pointers[0]),

@@ -174,7 +174,7 @@ def test_ctrl_c_leaves_nothing_behind(run: Run) -> None:
         trainer.save({"x": torch.zeros(200 << 20, dtype=torch.uint8)}, 1).wait()
     slow = textwrap.dedent(
         """
-        import portus.reach.versions.file_bytes as tensors, time, sys
+        import portus.reach.versions.open_version as tensors, time, sys
         fetch = tensors.fetch
         def slowly(*arguments):
             print("reading", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ pytestmark = [
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(whole_calls, "_writers", [])
-    monkeypatch.setattr(resolve.POOLS, "_allowed", [])
+    monkeypatch.setattr(resolve, "ALLOWED", [])
     with serving(tmp_path / "host") as made:
         yield made
 
@@ -175,11 +175,11 @@ def test_a_directory_is_loaded_only_from_a_host_that_is_configured(
     writer = PortusStorageWriter(pool=host)
     writer.save(state(1), tmp_path / "step_1").wait()
     writer.close()
-    resolve.POOLS._allowed.clear()
+    resolve.ALLOWED.clear()
     with pytest.raises(UsageError, match="may not choose what is opened"):
         portus.dcp.load(emptied(), tmp_path / "step_1")
     dcp.load(emptied(), checkpoint_id=tmp_path / "step_1", storage_reader=PortusStorageReader(host))
-    resolve.POOLS._allowed.clear()
+    resolve.ALLOWED.clear()
     monkeypatch.setenv("PORTUS_POOL", host)
     assert_loads(tmp_path / "step_1", 1)
 

@@ -27,7 +27,7 @@ from portus.reach.index import in_place, log
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.index.pool import PoolWriter
-from portus.reach.pools import restore
+from portus.reach.versions import open_version
 from tests.crash.embedded import Training, same
 from tests.unit.embedding import sliced
 from tests.unit.embedding.test_protected import Small
@@ -324,7 +324,7 @@ def test_a_reader_of_a_version_that_was_folded_in_is_told_to_come_back(
             tables.wait()
             return log.read_log(*found)
 
-        monkeypatch.setattr(restore, "read_log", late)
+        monkeypatch.setattr(open_version, "read_log", late)
         for _ in range(3):
             with portus.open(device) as view, pytest.raises(BusyError, match="changed in place"):
                 view.load(MODEL)

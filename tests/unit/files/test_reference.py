@@ -9,7 +9,7 @@ import pytest
 
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.errors import CorruptionError
-from portus.reach.files.reference import read
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
 
 
@@ -35,7 +35,7 @@ def test_what_was_written_is_read_also_through_a_link(tmp_path: Path) -> None:
     path.write_bytes(encode(pointer(path)))
     (tmp_path / "link.ckpt").symlink_to("last.ckpt")
     for each in (path, str(path), tmp_path / "link.ckpt"):
-        assert read(each) == pointer(path)
+        assert read_reference(each) == pointer(path)
 
 
 def test_only_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_only_what_is_small_and_regular_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("nowhere")
     for name in ("large", "other", "empty", "pipe", "loop", "missing", ".", "other/inside"):
-        assert read(tmp_path / name) is None, name
+        assert read_reference(tmp_path / name) is None, name
 
 
 def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
@@ -55,4 +55,4 @@ def test_a_damaged_pointer_is_named(tmp_path: Path) -> None:
     data[200] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptionError, match=r"last\.ckpt: pointer: "):
-        read(path)
+        read_reference(path)

@@ -262,7 +262,7 @@ def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
     monkeypatch.setattr("portus.reach.mirror.fetching.ABREAST", 2)
-    monkeypatch.setattr("portus.reach.versions.file_bytes._KEPT", 1)
+    monkeypatch.setattr("portus.reach.versions.open_version._KEPT", 1)
     count = 8
     with portus.PoolCheckpointer(tmp_path / "run.portus", MODEL) as saver:
         text = random.Random(1).randbytes(UNIT).hex() * (count // 2)

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,13 @@ from portus.engine.loading.checkpoint_file import (
 from portus.engine.loading.restore_over import RestoreOptions
 from portus.engine.media.read_file import Pace
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
-from portus.reach.files.reference import read
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index import roots
 from portus.reach.index.directory import create_pool
 from portus.reach.media.local import LocalFiles
 from portus.reach.pools import resolve
-from portus.reach.pools.resolve import KnownPools, load_text, use_reference
+from portus.reach.pools.resolve import load_text, use_reference
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
 from tests.hosts import free_port, serving, url
@@ -71,7 +70,7 @@ class Run:
         return TrainingFilesInBlock(self.place)
 
     def reference(self, path: Path) -> Reference:
-        found = read(path)
+        found = read_reference(path)
         assert found is not None
         return found
 
@@ -92,7 +91,7 @@ class TrainingFilesInBlock:
 @pytest.fixture(autouse=True)
 def nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process forgets which pools it saves to."""
-    monkeypatch.setattr(resolve.POOLS, "_allowed", [])
+    monkeypatch.setattr(resolve, "ALLOWED", [])
     portus.register_reference_loader()
 
 
@@ -103,7 +102,7 @@ def run(tmp_path: Path) -> Run:
 
 def forget() -> None:
     """As in a process that did not save."""
-    resolve.POOLS._allowed.clear()
+    resolve.ALLOWED.clear()
 
 
 @pytest.fixture
@@ -367,20 +366,6 @@ def test_what_a_host_does_not_have_any_more_is_said(
             torch.load(copy)
     with pytest.raises(TransportError):
         torch.load(copy)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_may_allow_while_another_thread_of_its_parent_did(run: Run) -> None:
-    pools = KnownPools()
-    with pools._guard:
-        held = threading.Thread(target=lambda: pools.allow(run.place))
-        held.start()
-        child = os.fork()
-        if child == 0:
-            pools.allow(run.place)
-            os._exit(len(pools.allowed_places()) - 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    held.join()
 
 
 # --- what is not there any more, and what is damaged ---

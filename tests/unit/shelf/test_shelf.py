@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import multiprocessing
 import zipfile
 from collections import OrderedDict
@@ -31,6 +30,8 @@ from portus.reach.index.directory import open_reader
 from portus.reach.index.log import LogWriter
 from portus.reach.leaving import export
 from portus.reach.leaving.options import ExportOptions
+from portus.reach.pools.state_file import StateFile
+from portus.reach.versions.open_version import open_version
 
 RANDOM = np.random.default_rng(7)
 
@@ -811,17 +812,17 @@ def test_every_way_to_load_a_version_sees_what_the_log_says(tmp_path: Path) -> N
     view.close()
     with portus.Shelf(path, "r"), contextlib.closing(open_reader(str(path))) as reader:
         [entry] = reader.catalogue().entries()
-        out = io.BytesIO()
-        export.write_version(reader, entry, out, ExportOptions(out="a.pt"))
+        out = tmp_path / "a.pt"
+        with open_version(reader, entry) as version:
+            export.write(StateFile(version), "it", str(out), ExportOptions(out="a.pt"))
     with zipfile.ZipFile(out) as archive:
         assert archive.testzip() is None
-    data = out.getvalue()
+    data = out.read_bytes()
 
     def read(offset: int, length: int) -> bytes:
         return data[offset : offset + length]
 
     read_torch(read, len(data), "out").verify(read)
-    out.seek(0)
     assert plain(torch.load(out, weights_only=False)) == expected
 
 

@@ -112,7 +112,7 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
         shard = shard_of(reads(file), file.size, where)
         if shard is not None:
             return shard.has_digests
-        return _format_of(reads(file), where).has_digests(file, where)
+        return format_of(reads(file), where).has_digests(file, where)
 
     return use_file(where, has_some, as_torch=False)
 
@@ -161,15 +161,15 @@ def load_opened(
     file: OpenFile, where: str, names: Patterns, *, verify: bool, settings: dict[str, Any]
 ) -> Any:
     """Return the state in an open file; see ``load_file``. where: its path, for messages."""
-    return _format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
+    return format_of(reads(file), where).load(file, where, names, verify=verify, settings=settings)
 
 
 def note_of(file: OpenFile, where: str) -> bytes | None:
     """Return the note of an open file; see ``read_note``."""
-    return _format_of(reads(file), where).note(file, where)
+    return format_of(reads(file), where).note(file, where)
 
 
-def _format_of(read: Read, name: str) -> FileFormat:
+def format_of(read: Read, name: str) -> FileFormat:
     """Return the format of a file, by its first bytes, or its name if those do not tell."""
     found: FileFormat | None = None
     if read(0, len(ZIP)) != ZIP:
@@ -179,7 +179,7 @@ def _format_of(read: Read, name: str) -> FileFormat:
 
 def outline_file(read: Read, size: int, name: str) -> StoredFile:
     """Return the places of everything in the file that ``read`` reads."""
-    return _format_of(read, name).outline(read, size, name)
+    return format_of(read, name).outline(read, size, name)
 
 
 def _pace(read: Read, pace: Pace) -> Read:

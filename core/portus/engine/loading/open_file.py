@@ -10,12 +10,13 @@ from typing import Final, Protocol
 import numpy as np
 
 from portus.engine.copying.local import check, fetch
-from portus.engine.copying.segments import Column, Digests, Sources, Stop, ranges
+from portus.engine.copying.segments import Column, Digests, Source, Sources, Stop, ranges
 from portus.engine.format.checksum import unit_counts
 from portus.engine.image.image import Read, StoredFile
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile
+from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, printable
 
 
@@ -112,6 +113,22 @@ class StoredBytes:
     def fetch(self, indices: Column, address: Column) -> None:
         """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
         self._compare(indices, fetch(self._file.medium, self._sources(indices, address), Stop()))
+
+    def units(self, index: int) -> Iterator[memoryview]:
+        """Yield the units of a storage, verified; each is valid until the next. Raises
+        ``CorruptionError``, ``MediumError``."""
+        for rank, (offset, length, noted) in enumerate(self._stored.units(index)):
+            unit = np.empty(length, np.uint8)
+            if length:
+                columns = (np.array([each]) for each in (offset, length))
+                offsets, lengths = self._file.extents(*columns)
+                target = Source(
+                    unit.ctypes.data, length, tuple(map(Extent, offsets.tolist(), lengths.tolist()))
+                )
+                [found] = fetch(self._file.medium, [target], Stop())
+                if noted not in (None, found.tobytes()):
+                    raise self._damage(index, rank)
+            yield unit.data
 
     def _sources(self, indices: Column, address: Column) -> Sources:
         length = self._stored.length[indices]

@@ -1,19 +1,23 @@
 """A stored state, copied over the tensors of an existing state.
 
 Everything is verified before anything is copied, and hashed again where it arrives: if it does not
-verify, the tensors are untouched. A pool or a file, as a ``StoredState``, has the state.
+verify, the tensors are untouched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from portus.engine.copying.segments import memory
+from portus.engine.format.checksum import UNIT
+from portus.engine.loading.open_file import StoredBytes
 from portus.engine.loading.patterns import Matcher, Patterns, matcher
 from portus.engine.pipeline.plan import Column
 from portus.engine.spec import TensorSpec, VersionInfo
@@ -165,37 +169,67 @@ class RestoreOptions:
     verify: bool = True
 
 
-class StorageSource(Protocol):
-    """Storages to load from."""
+class StoredState:
+    """A state that is stored, and the bytes of its storages. ``outline``: the state, whose plain
+    tensors have memory without their bytes. ``contents``: of the outline, over its storages.
+    ``lengths``: of each, in bytes. ``where``: its name, for errors."""
 
-    @property
-    def lengths(self) -> Column:
-        """The length of each storage, in bytes."""
-
-    def fetch_into(self, wanted: Column, address: Column) -> None:
-        """Copy these storages to memory, verified. Raises ``CorruptionError``."""
-
-
-class StoredState(StorageSource, Protocol):
-    """A state that is stored, and the bytes of its storages."""
-
-    @property
-    def outline(self) -> object:
-        """The state, whose plain tensors have memory without their bytes."""
-
-    @property
-    def contents(self) -> StateContents:
-        """The contents of the outline, over its storages."""
-
-    @property
-    def where(self) -> str:
-        """The name of the state, for errors."""
+    def __init__(
+        self,
+        where: str,
+        outline: object,
+        verified: StoredBytes | None = None,
+        filled_at: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """verified: the file; None if ``outline`` has all of it. filled_at: its storages, by the
+        addresses of their memory."""
+        self.where: Final = where
+        self.outline: Final = outline
+        self.contents: Final = walk(outline)
+        self._storages: Final = self.contents.storages
+        self._index: Final = {each._cdata: at for at, each in enumerate(self._storages)}
+        self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
+        self._verified: Final = verified
+        in_file = [
+            filled_at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in self._storages
+        ]
+        self._in_file: Final = np.array(in_file, np.int64)
+        """The storage of the file for each storage; -1 for one that is in memory."""
 
     def check(self, wanted: Column) -> None:
         """Raise ``CorruptionError`` unless these storages have the bytes that were saved."""
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.check(found[found >= 0])
+
+    def fetch_into(self, wanted: Column, address: Column) -> None:
+        """Copy these storages to memory, verified. Raises ``CorruptionError``."""
+        found = self._in_file[wanted]
+        if self._verified is not None:
+            self._verified.fetch(found[found >= 0], address[found >= 0])
+        for index, at in zip(wanted[found < 0].tolist(), address[found < 0].tolist(), strict=True):
+            length = int(self.lengths[index])
+            memory(at, length)[:] = memory(self._storages[index].data_ptr(), length)
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Read a storage of the outline to its memory, verified; nothing if it is there."""
+        index = self._index.get(storage._cdata, -1)
+        if index >= 0 and self._in_file[index] >= 0 and self._verified is not None:
+            self._verified.fetch(self._in_file[[index]], np.array([storage.data_ptr()], np.int64))
+
+    def units(self, storage: torch.UntypedStorage) -> Iterator[memoryview]:
+        """Yield the units of a storage of the outline, verified; each is valid until the next."""
+        index = self._index.get(storage._cdata, -1)
+        if index >= 0 and self._in_file[index] >= 0:
+            assert self._verified is not None
+            yield from self._verified.units(int(self._in_file[index]))
+            return
+        held = memory(storage.data_ptr(), storage.nbytes())
+        for start in range(0, max(1, len(held)), UNIT):
+            yield held[start : start + UNIT]
 
 
-def fetch_storages(stored: StorageSource, wanted: Column) -> list[torch.UntypedStorage | None]:
+def fetch_storages(stored: StoredState, wanted: Column) -> list[torch.UntypedStorage | None]:
     """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
     lengths = stored.lengths
     storages: list[torch.UntypedStorage | None] = [None] * len(lengths)

@@ -18,16 +18,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from portus.engine.copying.segments import Column, memory
 from portus.engine.image.image import Read
 from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
 from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
-from portus.engine.loading.restore_over import RestoreOptions, restore_over
+from portus.engine.loading.restore_over import RestoreOptions, StoredState, restore_over
 from portus.engine.state.pickling import no_collection
-from portus.engine.state.walk import walk
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 
 _PICKLE: Final = b"\x80"
@@ -77,10 +75,18 @@ def restore_torch(
     file: OpenFile, where: str, state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Copy the open file at ``where`` over ``state``; see ``checkpoint_file.restore_file``."""
-    settings: dict[str, Any] = {"map_location": "cpu"}
-    if options.weights_only is not None:
-        settings["weights_only"] = options.weights_only
-    found = _read(file, where, verify=options.verify)
+    weights_only = options.weights_only
+    settings = {} if weights_only is None else {"weights_only": weights_only}
+    stored = open_state(file, where, verify=options.verify, **settings)
+    with no_collection():
+        return restore_over(stored, state, options)
+
+
+def open_state(file: OpenFile, where: str, *, verify: bool = True, **settings: Any) -> StoredState:
+    """Return the state in an open file, of which plain tensors are not read yet. settings: of
+    ``torch.load``."""
+    settings.setdefault("map_location", "cpu")
+    found = _read(file, where, verify=verify)
     verified = None
     if found is not None:
         # Most states are ordinary, and to list their places would take longer than all the rest.
@@ -88,7 +94,9 @@ def restore_torch(
         verified = _VerifiedFile(file, found, keys)
     outline = torch.load(where, **settings) if verified is None else _load(verified, settings)
     with no_collection():
-        return restore_over(_FileState(printable(where), outline, verified), state, options)
+        return StoredState(
+            printable(where), outline, verified, verified.filled_at if verified else {}
+        )
 
 
 def load_outline(file: OpenFile, found: TorchFile, **settings: Any) -> Any:
@@ -270,33 +278,3 @@ class _VerifiedFile(StoredBytes):
             columns = (batch.tolist(), starts.tolist(), lengths.tolist())
             for each, at, length in zip(*columns, strict=True):
                 self._ahead[each] = read.data[at : at + length]
-
-
-class _FileState:
-    """A file as a ``StoredState``. outline: its state, whose plain tensors have memory without
-    their bytes. verified: the file; None if ``outline`` has all of it."""
-
-    def __init__(self, where: str, outline: object, verified: _VerifiedFile | None) -> None:
-        self.where: Final = where
-        self.outline: Final = outline
-        self.contents: Final = walk(outline)
-        self._storages: Final = self.contents.storages
-        self.lengths: Final = np.array([each.nbytes() for each in self._storages], np.int64)
-        self._verified: Final = verified
-        at = {} if verified is None else verified.filled_at
-        in_file = [at.get(each.data_ptr(), -1) if each.nbytes() else -1 for each in self._storages]
-        self._in_file: Final = np.array(in_file, np.int64)
-        """The storage of the file for each storage; -1 for one that is in memory."""
-
-    def check(self, wanted: Column) -> None:
-        found = self._in_file[wanted]
-        if self._verified is not None:
-            self._verified.check(found[found >= 0])
-
-    def fetch_into(self, wanted: Column, address: Column) -> None:
-        found = self._in_file[wanted]
-        if self._verified is not None:
-            self._verified.fetch(found[found >= 0], address[found >= 0])
-        for index, at in zip(wanted[found < 0].tolist(), address[found < 0].tolist(), strict=True):
-            length = int(self.lengths[index])
-            memory(at, length)[:] = memory(self._storages[index].data_ptr(), length)

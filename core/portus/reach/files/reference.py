@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import Final
@@ -15,36 +16,34 @@ _NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """A named pipe must not hold a reader up; Windows must not translate line ends."""
 
 
-def read(path: str | os.PathLike[str]) -> Reference | None:
-    """Return the contents of the pointer at ``path``; None if no pointer is there.
+def is_reference(path: str | os.PathLike[str]) -> bool:
+    """Return True if a pointer is at ``path``. Reads nothing of a large file.
+
+    Raises ``CorruptionError`` for a damaged pointer.
+    """
+    return read_reference(path) is not None
+
+
+def read_reference(path: str | os.PathLike[str]) -> Reference | None:
+    """Return the pointer at ``path``: its model and step, and its version, by its ``token``. Return
+    None for another file. Opens no pool.
 
     Reads at most ``POINTER_MAX`` bytes, and nothing of a longer file. Raises ``CorruptionError``
     for a damaged pointer and ``UsageError`` for one that a newer Portus wrote, both naming it, and
     ``MediumError`` for a file that cannot be read.
     """
-    data = _read_small(os.fspath(path))
-    if data is None:
-        return None
+    where = os.fspath(path)
     try:
-        return decode(data)
-    except (CorruptionError, UsageError) as error:
-        raise type(error)(f"{os.fspath(path)}: {error}") from error
-
-
-def _read_small(path: str) -> bytes | None:
-    """Return all bytes of a regular file of at most ``POINTER_MAX``; None for anything else."""
-    try:
-        descriptor = Descriptor(path, os.O_RDONLY | _NO_WAIT)
+        with contextlib.closing(Descriptor(where, os.O_RDONLY | _NO_WAIT)) as descriptor:
+            status = os.fstat(descriptor.number)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > POINTER_MAX:
+                return None
+            data = os.read(descriptor.number, POINTER_MAX)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
+        raise MediumError(error.errno, f"cannot read {where}: {error.strerror}") from error
     try:
-        status = os.fstat(descriptor.number)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > POINTER_MAX:
-            return None
-        return os.read(descriptor.number, POINTER_MAX)
-    except OSError as error:
-        raise MediumError(error.errno, f"cannot read {path}: {error.strerror}") from error
-    finally:
-        descriptor.close()
+        return decode(data)
+    except (CorruptionError, UsageError) as error:
+        raise type(error)(f"{where}: {error}") from error

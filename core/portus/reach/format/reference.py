@@ -15,9 +15,9 @@ not equal is damaged (``CorruptionError``); a file without a mark is no pointer.
 
 from __future__ import annotations
 
+import io
 import json
-import struct
-import zlib
+import zipfile
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -157,34 +157,18 @@ def _check_integer(name: str, value: object) -> None:
         raise UsageError(f"reference: {name} must be a 64-bit integer, found {value!r:.80}")
 
 
-# The archive. Fields of zip records as in APPNOTE 6.3; what is not named here is zero.
-
-_LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
-"""The five fields before the last are two lengths, the disk and two kinds of attributes."""
-_END: Final = struct.Struct("<4sHHHHIIH")
-# Version 2.0 of the zip format, in tenths.
-_ZIP_VERSION: Final = 20
-_DATE: Final = 0x21
-"""1 January 1980, the zero of zip's calendar."""
-
-_PROTO: Final = b"\x80\x02"
-_UNICODE: Final = b"X"
 _CALL: Final = b"\x85R."
 """TUPLE1, REDUCE, STOP."""
-
-_PICKLE_NAME: Final = b"archive/data.pkl"
-_PICKLE_START: Final = _LOCAL.size + len(_PICKLE_NAME)
-_TEXT_START: Final = _PICKLE_START + len(_PROTO) + len(HEAD_MARK) + len(_UNICODE) + 4
 
 
 def _find_text(data: bytes) -> str:
     """Return the string in the file. A comparison of the file checks the bytes around it."""
-    (length,) = struct.unpack_from("<I", data.ljust(_TEXT_START, b"\0"), _TEXT_START - 4)
-    raw = data[_TEXT_START : _TEXT_START + length]
+    start = data.find(HEAD_MARK) + len(HEAD_MARK) + 5
+    length = int.from_bytes(data[start - 4 : start], "little")
+    raw = data[start : start + length]
     if len(raw) != length or not raw.isascii():
         raise CorruptionError(
-            f"pointer: expected a text of {length} bytes at byte {_TEXT_START}, found "
+            f"pointer: expected a text of {length} bytes at byte {start}, found "
             f"{len(raw)} bytes, or not ASCII"
         )
     return raw.decode("ascii")
@@ -192,30 +176,14 @@ def _find_text(data: bytes) -> str:
 
 def _archive(text: str) -> bytes:
     raw = text.encode("ascii")
-    call = _PROTO + HEAD_MARK + _UNICODE + struct.pack("<I", len(raw)) + raw + _CALL
-    entries = (
-        (_PICKLE_NAME, call),
-        (b"archive/version", b"3\n"),
-        (b"archive/byteorder", b"little"),
-        (b"archive/README.txt", README),
-    )
-    body, directory = b"", b""
-    for name, content in entries:
-        directory += _central(name, content, len(body)) + name
-        body += _local(name, content) + name + content
-    count = len(entries)
-    end = _END.pack(b"PK\5\6", 0, 0, count, count, len(directory), len(body), 0)
-    return body + directory + end
-
-
-def _local(name: bytes, content: bytes) -> bytes:
-    crc, size = zlib.crc32(content), len(content)
-    return _LOCAL.pack(b"PK\3\4", _ZIP_VERSION, 0, 0, 0, _DATE, crc, size, size, len(name), 0)
-
-
-def _central(name: bytes, content: bytes, offset: int) -> bytes:
-    crc, size = zlib.crc32(content), len(content)
-    made_by = needed = _ZIP_VERSION
-    return _CENTRAL.pack(
-        b"PK\1\2", made_by, needed, 0, 0, 0, _DATE, crc, size, size, len(name), *bytes(5), offset
-    )
+    # PROTO 2, GLOBAL, BINUNICODE, the call.
+    call = b"\x80\x02" + HEAD_MARK + b"X" + len(raw).to_bytes(4, "little") + raw + _CALL
+    entries = {"data.pkl": call, "version": b"3\n", "byteorder": b"little", "README.txt": README}
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in entries.items():
+            entry = zipfile.ZipInfo(f"archive/{name}")  # of 1 January 1980
+            entry.create_system = 0  # the same on each system
+            archive.writestr(entry, content)
+            entry.external_attr = 0  # the directory is written at the end
+    return made.getvalue()

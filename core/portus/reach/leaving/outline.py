@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from portus.engine.image.key_paths import storage_places
@@ -14,9 +15,10 @@ from portus.engine.loading.checkpoint_file import note_of, outline_file
 from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.torch_file import load_outline
 from portus.engine.state.walk import leaves
-from portus.errors import printable
+from portus.errors import PortusError, printable
 from portus.reach.formats.safetensors import DTYPES, NamedTensor
 from portus.reach.formats.safetensors_reader import SafetensorsFile
+from portus.reach.pools.state_file import StateFile
 
 _VALUE_MAX: Final = 60
 _NAMES: Final = {code: name for name, code in DTYPES.items()}
@@ -48,21 +50,24 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         )
     assert isinstance(found, TorchFile)
     note = note_of(file, where)
+    values: list[tuple[str, Any]] = []
     try:
-        state = load_outline(file, found, map_location="meta", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError):
+        if isinstance(file, StateFile):
+            with file.naming() as settings:
+                values = leaves(load_outline(file, found, **settings))
+        else:
+            values = leaves(load_outline(file, found, map_location="meta", weights_only=True))
+    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, PortusError):
         lengths = dict(zip(found.keys, found.length.tolist(), strict=True))
         places = [each for each in storage_places(found.pickle) if each.storage in lengths]
         tensors = [NamedTensor(e.pattern_path, "", (), lengths[e.storage]) for e in places]
-        values: list[tuple[str, Any]] = []
     else:
-        values = leaves(state)
         tensors = [
             NamedTensor(
                 name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.nbytes
             )
             for name, value in values
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, (torch.Tensor, np.ndarray))
         ]
     return FileOutline(
         has_digests=found.digests is not None,
@@ -71,7 +76,7 @@ def outline_in(file: OpenFile, where: str) -> FileOutline:
         others=tuple(
             (name, value_text(value))
             for name, value in values
-            if not isinstance(value, torch.Tensor)
+            if not isinstance(value, (torch.Tensor, np.ndarray))
         ),
     )
 

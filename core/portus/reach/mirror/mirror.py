@@ -6,7 +6,6 @@ import contextlib
 import posixpath
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from portus.engine.copying.segments import Stop
 from portus.engine.format.checksum import digest
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.index.file_table import PackedFile, decode_table
+from portus.reach.index.file_table import PackedFile
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.mirror.model_objects import Advance, ModelObjects
@@ -29,10 +28,10 @@ from portus.reach.mirror.objects import (
     entry_number,
     model_of,
 )
-from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, files_in, pieces_of
+from portus.reach.mirror.pieces import ReadManifest, WantedObject, pieces_of
 from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject, Part, Store
 from portus.reach.mirror.writer import Version, Writer, read_manifest
-from portus.reach.versions.file_bytes import FileBytes
+from portus.reach.versions.open_version import OpenVersion
 from portus.reach.versions.parallel import in_turn
 
 
@@ -234,35 +233,37 @@ class _Source:
         self, reader: PoolReader, record: VersionRecord, stop: Stop, objects: ModelObjects
     ) -> None:
         """Open the version. objects: the target. Raises ``NotMirroredError``."""
-        self._reader: Final = reader
         self._objects: Final = objects
-        self._info: Final = record.info
-        contents = record.contents
-        where = f"{reader.medium.info.name}: {self._info.model}@{self._info.step}"
-        if decode_table(contents) is None:
-            raise NotMirroredError(f"{where}: a version without files (a shelf, or tables)")
-        files = files_in(contents, record.length, where)
-        self._contents: Final = contents
-        self._bytes: Final = FileBytes(reader, record, files, stop)
+        self._version: Final = OpenVersion(reader, record, stop)
+        self._files: Final = list(self._version.files.values())
+        if self._version.table is None:
+            raise NotMirroredError(
+                f"{self._version.where}: a version without files (a shelf, or tables)"
+            )
         self.objects = 0
         self.put_bytes = 0
 
     def version(self) -> Version:
         """Return the version to mirror."""
-        files, in_pieces = self._bytes.files, not isinstance(self._objects.store, FileStore)
+        record, in_pieces = self._version.record, not isinstance(self._objects.store, FileStore)
+        pieces = [
+            pieces_of(each.packed, [row.tobytes() for row in each.digests], each.around)
+            for each in self._files
+            if in_pieces
+        ]
         return Version(
-            info=self._info,
-            pool=self._reader.uuid,
-            lengths=self._bytes.lengths,
-            digests=self._bytes.digests,
-            contents=self._contents,
-            files=files,
-            pieces=[self._cut(number) for number in range(len(files))] if in_pieces else None,
+            info=record.info,
+            pool=self._version.reader.uuid,
+            lengths=record.length,
+            digests=record.digests(np.arange(len(record.length))),
+            contents=record.contents,
+            files=[each.packed for each in self._files],
+            pieces=pieces if in_pieces else None,
         )
 
     def put(self, wanted: WantedObject) -> FileObject:
         """Put an object of the version, and its digest beside a whole file; return the object."""
-        data = self._bytes.read(wanted.number, wanted.start, wanted.size)
+        data = self._files[wanted.number].read(wanted.start, wanted.size)
         if isinstance(self._objects.store, FileStore):
             sent = self._objects.put_file(wanted.name, _in_parts(data), wanted.size)
         else:
@@ -272,11 +273,6 @@ class _Source:
         self.objects += 1
         self.put_bytes += wanted.size
         return FileObject(wanted.name, wanted.size, sent)
-
-    def _cut(self, number: int) -> list[Piece]:
-        """Return the pieces of a file."""
-        digests = [each.tobytes() for each in self._bytes.digests_of(number)]
-        return pieces_of(self._bytes.files[number], digests, partial(self._bytes.around, number))
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[Part]:

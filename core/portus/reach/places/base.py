@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from portus.engine.loading.open_file import OpenFile
 from portus.engine.spec import VersionInfo
@@ -21,6 +21,7 @@ from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import Place
+from portus.reach.versions.open_version import OpenVersion
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,17 +66,23 @@ class Usage:
         return max(0, self.size - self.kept)
 
 
-class OpenCheckpoint(Protocol):
-    """A checkpoint that is open for reading, and does not change meanwhile."""
+@dataclass(frozen=True, slots=True)
+class OpenCheckpoint:
+    """A checkpoint that is open for reading, and does not change meanwhile. ``files``: by their
+    names; none if it has other data, such as tables. ``write_file``: writes the file of a name to a
+    path, see ``write``. ``version``: that of a pool."""
 
-    @property
-    def files(self) -> Mapping[str, OpenFile]:
-        """The files by their names; none if it has other data, such as tables."""
+    files: Mapping[str, OpenFile]
+    write_file: Callable[[str, str, Callable[[int], None]], None]
+    version: OpenVersion | None = None
 
     def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
         """Write a file of the checkpoint to ``path``, verified and synced. advance: receives the
         bytes of each piece. Raises ``UsageError`` if there is no such file, ``CorruptionError``,
         ``MediumError``."""
+        if name not in self.files:
+            raise UsageError(f"there is no file {name!r} here; there are {[*self.files]!r:.500}")
+        self.write_file(name, path, advance)
 
 
 @dataclass(slots=True)

@@ -5,26 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final, NoReturn
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.system import Linux
 from portus.engine.image.torch_zip import ZIP
-from portus.engine.loading.open_file import DiskFile
 from portus.engine.loading.open_file import open_file as opened_file
 from portus.engine.media.file_calls import file_system_of
 from portus.engine.media.read_file import Pace
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX
 from portus.reach.formats.safetensors_reader import is_safetensors
 from portus.reach.index.directory import JOURNAL_SUFFIX
 from portus.reach.index.journals import names_in
 from portus.reach.index.place import Place, PlaceKind
+from portus.reach.media.local import LocalFiles
 from portus.reach.mirror.objects import step_in
 from portus.reach.places.base import (
     Abilities,
@@ -33,13 +33,13 @@ from portus.reach.places.base import (
     Collection,
     Garbage,
     GarbageOptions,
+    OpenCheckpoint,
     OpenPlace,
     Progress,
     Removal,
     StoredCheckpoint,
     Verdict,
 )
-from portus.reach.places.version import remove_files
 from portus.reach.shards.rank_file import DISTCP, METADATA
 
 _SUFFIXES: Final = (".ckpt", ".pt", ".pth", ".bin", ".pkl", SUFFIX, DISTCP, METADATA)
@@ -84,9 +84,21 @@ class StoredFile(StoredCheckpoint):
         return "" if its is None else f"{its.model}@{its.step} in {its.pool_path}"
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[OpenDiskFile]:
+    def open(self) -> Iterator[OpenCheckpoint]:
+        def write(name: str, path: str, advance: Callable[[int], None]) -> None:
+            from portus.engine.loading.checkpoint_file import verify_file  # and torch with it
+
+            try:
+                shutil.copyfile(self.path, path)
+                with open(path, "rb") as copy:
+                    os.fsync(copy.fileno())
+            except OSError as error:
+                _raise(error)
+            # The copy, not the original: the written bytes have to be right.
+            advance(verify_file(path))
+
         with opened_file(self.path, as_torch=False) as file:
-            yield OpenDiskFile(self.path, file)
+            yield OpenCheckpoint({os.path.basename(self.path): file}, write)
 
     def check(self, reading: Pace | None, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the file, or of the one that the pointer refers to."""
@@ -95,32 +107,6 @@ class StoredFile(StoredCheckpoint):
         verdict.by = CHECKS[verification_of(self.path, has_digests(self.path))]
         verdict.size = verify_file(self.path, reading)
         progress(verdict.size, verdict.size)
-
-
-class OpenDiskFile:
-    """A checkpoint file that is open for reading."""
-
-    def __init__(self, path: str, file: DiskFile) -> None:
-        self._path: Final = path
-        self._file: Final = file
-
-    @property
-    def files(self) -> Mapping[str, DiskFile]:
-        return {os.path.basename(self._path): self._file}
-
-    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
-        from portus.engine.loading.checkpoint_file import verify_file  # and torch with it
-
-        if name not in self.files:
-            raise UsageError(f"there is no file {name!r} in {self._path}")
-        try:
-            shutil.copyfile(self._path, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        except OSError as error:
-            _raise(error)
-        # The copy, not the original: the written bytes have to be right.
-        advance(verify_file(path))
 
 
 class DirectoryPlace(OpenPlace):
@@ -251,9 +237,19 @@ def is_checkpoint(path: str) -> bool:
     return is_safetensors(begin) or begin.startswith(ZIP) or end == _END
 
 
+def remove_files(paths: Sequence[str]) -> None:
+    """Remove these files, durably. Raises ``MediumError``."""
+    system = LocalFiles()
+    for path in paths:
+        system.remove(path)
+    # Each directory once, after all: a removal lasts when its directory is synced.
+    for directory in dict.fromkeys(map(os.path.dirname, paths)):
+        system.sync(directory)
+
+
 def _pointer_at(path: str) -> Reference | None:
     with contextlib.suppress(CorruptionError):
-        return pointer_at(path)
+        return read_reference(path)
     return None
 
 

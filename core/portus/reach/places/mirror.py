@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
@@ -20,7 +19,6 @@ from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FACTS_MAX, Added, FileAdded, Removed, State
 from portus.reach.mirror.writer import DeletedObjects
 from portus.reach.places.base import (
@@ -30,6 +28,7 @@ from portus.reach.places.base import (
     Collection,
     Garbage,
     GarbageOptions,
+    OpenCheckpoint,
     OpenPlace,
     Progress,
     Removal,
@@ -90,31 +89,24 @@ class MirroredCheckpoint(StoredCheckpoint):
         return {} if filed is None else {"object": filed.name, "digest": filed.digest.hex()}
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[OpenObjects]:
+    def open(self) -> Iterator[OpenCheckpoint]:
         with self._mirror.open(self.added) as opened:
-            yield OpenObjects(opened.files())
+            files = opened.files()
+
+            def write(name: str, path: str, advance: Callable[[int], None]) -> None:
+                number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+                try:
+                    files[name].write(number, name, advance)
+                    os.fsync(number)
+                finally:
+                    os.close(number)
+
+            yield OpenCheckpoint(files, write)
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of its objects."""
         self._mirror.check(self.added, adding(progress, self.info.size))
         verdict.versions = 1
-
-
-@dataclass(frozen=True, slots=True)
-class OpenObjects:
-    """A checkpoint in a store that is open for reading."""
-
-    files: Mapping[str, ObjectFile]
-
-    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
-        if name not in self.files:
-            raise UsageError(f"there is no file {name!r} here; there are {[*self.files]!r:.500}")
-        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            self.files[name].write(number, name, advance)
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 class MirrorPlace(OpenPlace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Collection as AnyCollection
@@ -11,11 +12,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Final
 
+from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError, PortusError, StaleError, UsageError
+from portus.errors import CorruptionError, MediumError, PortusError, StaleError, UsageError
 from portus.reach.files.home import Pool, host_journals, open_place
 from portus.reach.files.host import HostPool
-from portus.reach.files.reference import read as pointer_at
+from portus.reach.files.reference import read_reference
 from portus.reach.index.check import (
     CheckOptions,
     Finding,
@@ -45,6 +47,7 @@ from portus.reach.places.base import (
     Collection,
     Garbage,
     GarbageOptions,
+    OpenCheckpoint,
     OpenPlace,
     Progress,
     Removal,
@@ -52,14 +55,8 @@ from portus.reach.places.base import (
     Usage,
     Verdict,
 )
-from portus.reach.places.version import (
-    OpenVersion,
-    open_version,
-    pointers_of,
-    remove_files,
-    tokens_below,
-)
-from portus.reach.pools.version_file import table_in
+from portus.reach.places.directory import remove_files
+from portus.reach.versions.open_version import open_version
 
 WAIT_S: Final = 1.0
 """Seconds to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -73,8 +70,11 @@ class PoolVersion(StoredCheckpoint):
         self._pool: Final = pool
         self._entry: Final = entry
 
-    def open(self) -> contextlib.AbstractContextManager[OpenVersion]:
-        return open_version(self._pool.reader, self._entry)
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OpenCheckpoint]:
+        with open_version(self._pool.reader, self._entry) as version:
+            files = version.files
+            yield OpenCheckpoint(files, lambda name, *where: files[name].write(*where), version)
 
     def table(self) -> FileTable | None:
         return table_in(self._pool.reader, self._entry)
@@ -324,7 +324,7 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
     ``UsageError`` if the pointer was replaced meanwhile."""
     opened: PoolPlace = load_class(place.classes.opened)(place)
     with opened.writing() as pool:
-        said = pointer_at(path)
+        said = read_reference(path)
         if said is None or said.token != token.hex():
             raise UsageError(f"{path} changed meanwhile, and is still there: run this again")
         current = pool.catalogue().of_token(token)
@@ -335,6 +335,52 @@ def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
         if current is not None and not left:
             pool.let_go([token])
         return current is not None and not left, len(left)
+
+
+def table_in(reader: PoolReader, entry: VersionEntry) -> FileTable | None:
+    """Return the files of a version; None for a version without files. Raises ``CorruptionError``,
+    ``MediumError``, ``StaleError``."""
+    with open_version(reader, entry) as version:
+        return version.table
+
+
+def pointers_of(table: FileTable, token: bytes) -> list[str]:
+    """Return the paths of the existing pointers of a version. Raise ``CorruptionError``,
+    ``MediumError``."""
+    paths = [os.path.join(table.directory, each.name) for each in table.files]
+    found = [(path, read_reference(path)) for path in paths if table.directory]
+    return [path for path, said in found if said is not None and said.token == token.hex()]
+
+
+def tokens_below(directories: Sequence[str]) -> tuple[set[str], list[PortusError]]:
+    """Return the tokens of the versions that pointers in these directories, or below, refer to,
+    whatever the names of the pointers; and the errors of all files that could not be read."""
+    tokens, errors, seen = set[str](), list[PortusError](), set[str]()
+
+    def note(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # a directory may be gone, or a link broken
+            text = f"cannot read {error.filename}: {error.strerror}"
+            errors.append(MediumError(error.errno, text))
+
+    for root in directories:
+        for directory, names, files in os.walk(root, onerror=note, followlinks=True):
+            real = os.path.realpath(directory)
+            if real in seen:  # a link may point to a directory above it
+                names.clear()
+                continue
+            seen.add(real)
+            for path in (os.path.join(directory, name) for name in files):
+                try:
+                    status = os.stat(path)
+                    # Size first: a file that is no pointer need not be readable.
+                    if stat.S_ISREG(status.st_mode) and status.st_size <= POINTER_MAX:
+                        said = read_reference(path)
+                        tokens.update([said.token] if said is not None else [])
+                except OSError as error:
+                    note(error)
+                except PortusError as error:
+                    errors.append(error)
+    return tokens, errors
 
 
 YOUNG_S: float = 60

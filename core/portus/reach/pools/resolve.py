@@ -20,7 +20,6 @@ import logging
 import os
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -35,7 +34,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.reach.files.reference import read
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, decode, decode_text
 from portus.reach.index.directory import pools_at
 from portus.reach.index.place import SUFFIX, Place, PlaceName
@@ -55,33 +54,8 @@ _TRIES: Final = 100
 pinned."""
 
 
-class KnownPools:
-    """The places to which pointers may refer in this process. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._guard = threading.RLock()
-        self._allowed: list[Place] = []
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget_lock)
-
-    def allow(self, place: Place) -> None:
-        """Let pointers refer to the pool, or the pools, at ``place``."""
-        with self._guard:
-            if place not in self._allowed:
-                self._allowed.append(place)
-
-    def allowed_places(self) -> list[Place]:
-        """Return the configured places: ``$PORTUS_POOL`` first."""
-        variable = Place.by_variable()
-        with self._guard:
-            return ([variable] if variable else []) + self._allowed
-
-    def _forget_lock(self) -> None:
-        self._guard = threading.RLock()
-
-
-POOLS: Final = KnownPools()
-"""The pools that this process knows."""
+ALLOWED: Final[list[Place]] = []
+"""The places that this process allows."""
 
 
 def allow(pool: PlaceName) -> None:
@@ -89,7 +63,15 @@ def allow(pool: PlaceName) -> None:
 
     A process that saves there, or for which ``$PORTUS_POOL`` names it, need not call this.
     """
-    POOLS.allow(Place.parse(pool))
+    place = Place.parse(pool)
+    if place not in ALLOWED:
+        ALLOWED.append(place)
+
+
+def _allowed_places() -> list[Place]:
+    """Return the configured places: ``$PORTUS_POOL`` first."""
+    variable = Place.by_variable()
+    return ([variable] if variable else []) + ALLOWED
 
 
 def load_text(text: str) -> object:
@@ -123,21 +105,6 @@ def load_text(text: str) -> object:
     )
 
 
-def is_reference(path: str | os.PathLike[str]) -> bool:
-    """Return True if a pointer is at ``path``. Reads nothing of a large file.
-
-    Raises ``CorruptionError`` for a damaged pointer.
-    """
-    return read(path) is not None
-
-
-def read_reference(path: str | os.PathLike[str]) -> Reference | None:
-    """Return the pointer at ``path``: its model and step, and its version, by its ``token``. Return
-    None for another file. Opens no pool. Raises ``CorruptionError`` for a damaged pointer,
-    ``MediumError``."""
-    return read(path)
-
-
 def use_reference(
     path: str | os.PathLike[str], use: Callable[[PoolReader, VersionEntry, Reference], Result]
 ) -> Result:
@@ -149,7 +116,7 @@ def use_reference(
     ``TransportError``.
     """
     absolute = os.path.abspath(os.fspath(path))
-    reference = read(absolute)
+    reference = read_reference(absolute)
     if reference is None:
         raise UsageError(f"{printable(absolute)}: there is no pointer")
     return _use(reference, absolute, use)
@@ -170,15 +137,13 @@ def is_removed(reference: Reference, path: str) -> bool:
 def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
     """Return the result of ``act`` for the file in a pool that the pointer at ``path`` refers
     to."""
-    from portus.reach.pools.version_file import files_opened  # it is heavy
+    from portus.reach.versions.open_version import open_version  # it is heavy
 
-    def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> list[Result]:
-        with files_opened(reader, entry, reference.part) as found:
-            return [act(file) for file in found.values()][:1]
+    def use(reader: PoolReader, entry: VersionEntry, reference: Reference) -> Result:
+        with open_version(reader, entry) as version:
+            return act(version.file(reference.part))
 
-    for result in use_reference(path, use):
-        return result
-    raise UsageError(f"{printable(path)} refers to a version that has no files")
+    return use_reference(path, use)
 
 
 def is_pointer_good(data: bytes, path: str) -> bool:
@@ -219,7 +184,7 @@ def _use(
                     raise
                 failure = failure or error
         # A training may have replaced the pointer since it was read, and released its version.
-        newer = read(path) if path else None
+        newer = read_reference(path) if path else None
         if newer is None or newer.id == reference.id:
             raise failure or _missing(reference, path, was_found=was_found)
         reference = newer
@@ -244,14 +209,14 @@ def _missing(reference: Reference, path: str | None, *, was_found: bool) -> Port
 def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place, bool]]:
     """Yield the places where the version may be, and whether each is configured."""
     seen = set()
-    for place in POOLS.allowed_places():
+    for place in _allowed_places():
         pools = place.readable
         with contextlib.suppress(UsageError):  # it may have been moved
             pools = pools or pools_at(place)
         for each in pools:
             seen.add(each.path)
             yield each, True
-    hosts = [host for place in POOLS.allowed_places() for host in place.hosts]
+    hosts = [host for place in _allowed_places() for host in place.hosts]
     yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
     # Also by the relative path from the pointer to the pool: a run may have been moved as a whole.

@@ -34,13 +34,13 @@ from portus.errors import (
 )
 from portus.reach.files.home import Home, Pool, home_of
 from portus.reach.files.host import HostDraft, let_go_at
-from portus.reach.files.reference import read
+from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.file_table import FileTable, PackedFile, decode_table
 from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
-from portus.reach.pools.resolve import POOLS
+from portus.reach.pools.resolve import allow
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
@@ -94,7 +94,7 @@ class TrainingPool(Destination):
         self._before: CommittedImages | None = None
         self._steady: Flags | None = None
         # The pointers of a process may refer to the pool that it saves to (V6).
-        POOLS.allow(place)
+        allow(place)
 
     @property
     def model(self) -> str:
@@ -223,7 +223,7 @@ class TrainingPool(Destination):
         """Return the pointer at ``path``, if it was written for that path, and refers to one of the
         places. Raises ``MediumError``."""
         try:
-            found = read(path)
+            found = read_reference(path)
         except CorruptionError:
             return None
         # A copied or moved pointer releases nothing: the one at its own path may still be there

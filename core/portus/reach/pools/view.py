@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from portus.engine.fence.fence import before_write
@@ -50,32 +49,22 @@ class PoolStep(NamedTuple):
 
 def choose(pools: Iterable[PoolReader], model: str, step: int | None) -> list[PoolStep]:
     """Return the versions of a model, of one step or of any, in some pools: those of each pool with
-    the oldest commit first. Raises ``NoCheckpointError`` if there is none."""
+    the oldest commit first, and the pool with the newest one, by time, last. Raises
+    ``NoCheckpointError`` if there is none."""
     step = None if step is None else check_step(step)
-    catalogues = [(pool, pool.catalogue()) for pool in pools]
-    every = [
-        PoolStep(pool, entry)
-        for pool, catalogue in catalogues
-        if (found := catalogue.models.get(model))
-        for entry in found
-    ]
+    catalogues = [(pool, pool.catalogue().models) for pool in pools]
+    found = [(pool, models[model]) for pool, models in catalogues if model in models]
+    found.sort(key=lambda pair: pair[1][-1].info.time_ns)
+    every = [PoolStep(pool, entry) for pool, entries in found for entry in entries]
     chosen = [each for each in every if step in (None, each.entry.info.step)]
-    if not chosen:
+    if every and not chosen:
         steps = [each.entry.info.step for each in every]
-        models = sorted({name for _, catalogue in catalogues for name in catalogue.models})
-        have = f"there are steps {steps[-20:]}"
-        have = have if steps else f"there is no such model; there are {models[:20]}"
-        raise NoCheckpointError(
-            f"model {model!r}, step {'newest' if step is None else step}: {have}"
-        )
+        raise NoCheckpointError(f"model {model!r} has no step {step}; there are {steps[-20:]}")
+    if not chosen:
+        names = ", ".join(pool.medium.info.name for pool, _ in catalogues) or "an empty directory"
+        others = sorted({name for _, models in catalogues for name in models})
+        raise NoCheckpointError(f"there is no model {model!r} in {names}; there are {others[:20]}")
     return chosen
-
-
-def _versions(pool: PoolReader, model: str | None) -> list[VersionInfo]:
-    """Return the committed versions of a model, or of all, oldest commit first."""
-    infos = [entry.info for entry in pool.catalogue().entries()]
-    wanted = (info for info in infos if model in (None, info.model))
-    return sorted(wanted, key=lambda info: (info.commit, info.id))
 
 
 class PoolView:
@@ -102,7 +91,12 @@ class PoolView:
 
     def versions(self, model: str | None = None) -> list[VersionInfo]:
         """Return the committed versions of a model, or of all; by file, oldest commit first."""
-        return [info for pool in self._pools.values() for info in _versions(pool, model)]
+        found = []
+        for pool in self._pools.values():
+            infos = [entry.info for entry in pool.catalogue().entries()]
+            wanted = [info for info in infos if model in (None, info.model)]
+            found += sorted(wanted, key=lambda info: (info.commit, info.id))
+        return found
 
     def steps(self, model: str = "default") -> list[int]:
         """Return the steps of a model's versions, oldest commit first."""
@@ -167,28 +161,8 @@ class PoolView:
     def __enter__(self) -> PoolView:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _use(self, model: str, step: int | None, use: Callable[[PoolStep], Result]) -> Result:
-        return use_newest(partial(choose, self._pools_of(model), model, step), use)
-
-    def _pools_of(self, model: str) -> list[PoolReader]:
-        """Return the files that have versions of the model; that with the newest one, by time,
-        last."""
-        newest = [
-            (infos[-1].time_ns, pool)
-            for pool in self._pools.values()
-            if (infos := _versions(pool, model))
-        ]
-        if not newest:
-            raise UsageError(
-                f"there is no model {model!r} in {', '.join(self.paths) or 'an empty directory'}; "
-                f"there are {self.models()[:20]}"
-            )
-        return [pool for _, pool in sorted(newest, key=lambda pair: pair[0])]
+        return use_newest(partial(choose, self._pools.values(), model, step), use)

@@ -5,11 +5,12 @@ objects."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from portus.engine.state.pickling import PickledState, Reducers, pickle_state
 from portus.engine.state.walk import leaves
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.format.arrays import array_over, dtype_node, read_dtype, read_shape
 
 _GLOBALS: Final = re.compile(rb"c([\w.]{1,60}\n[\w.]{1,60})\n")
@@ -42,6 +43,12 @@ def scalar_of(node: object, data: bytes) -> Any:
     return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
 
 
+def array_in(data: torch.Tensor, node: object, shape: Sequence[object]) -> Any:
+    """Return the array over the bytes of a tensor; of one without memory the tensor itself. Raises
+    ``CorruptionError``."""
+    return data if data.is_meta else array_over(*read_shape(node, shape), data.numpy().data)
+
+
 def no_bytes() -> bytes:
     """Return ``b""``. Its pickle is a call of ``bytes``, for which this function stands."""
     return b""
@@ -63,7 +70,7 @@ _REDUCERS: Final[Reducers] = {
 }
 
 _ALLOWED: Final[set[Any]] = {
-    *(array_of, scalar_of, no_bytes),
+    *(array_of, array_in, scalar_of, no_bytes),
     *((no_bytes, "builtins.bytes"), (no_bytes, "__builtin__.bytes")),
 }
 
@@ -109,20 +116,33 @@ def unpickle(data: bytes | memoryview, storages: Sequence[torch.UntypedStorage])
             wrap_storage=storages[number], dtype=dtype, _internal=True
         )
 
+    with torch.inference_mode(False), torch.no_grad(), refusing():
+        unpickler = torch_settings()["pickle_module"].Unpickler(io.BytesIO(data), encoding="utf-8")
+        unpickler.persistent_load = load_storage
+        state = unpickler.load()
+        torch._utils._validate_loaded_sparse_tensors()
+    return state
+
+
+def torch_settings() -> dict[str, Any]:
+    """Return the settings with which ``torch.load`` allows what ``unpickle`` does."""
     _OWN._marked_safe_globals_set = {*torch.serialization.get_safe_globals(), *_ALLOWED}
-    unpickler = _OWN.Unpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = load_storage
+    # With weights_only torch would take its own module, which is like this one.
+    return {"map_location": "cpu", "pickle_module": _OWN, "weights_only": False}
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Raise ``UsageError`` for what torch does not allow, and ``CorruptionError`` for all else that
+    an unpickler may raise."""
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            state = unpickler.load()
-            torch._utils._validate_loaded_sparse_tensors()
-    except (CorruptionError, MemoryError):
+        yield
+    except (PortusError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
         raise UsageError(f"torch.load(weights_only=True) does not allow it: {error}") from error
     except Exception as error:
         raise CorruptionError(f"not the pickle of a state: {error!r:.200}") from error
-    return state
 
 
 class LoadCheck:
