@@ -62,16 +62,12 @@ DTYPES: Final = (
 )
 
 REFERENCE: Final = Reference(
-    id="0123456789abcdef" * 2,
     token="89abcdef01234567" * 2,
     pool="fedcba9876543210" * 2,
     pool_path="/data/runs/.portus/golden.portus",
-    pool_relative="../.portus/golden.portus",
     model="golden",
     step=12,
     written_path="/data/runs/checkpoints/last ä.ckpt",
-    written_ns=1_700_000_000_000_000_000,
-    part="last ä.ckpt",
     files=1,
 )
 

@@ -115,7 +115,7 @@ def test_a_training_saves_to_a_host_by_verbs_and_is_restored_in_place(
             handle.wait(60)
             small = 2 * model.bias.nbytes
             assert handle.stats.bounced_bytes == small, "the big ones went straight"
-            pool = checkpointer._steps.pool._pool
+            pool = checkpointer._steps.pool.open()
             assert isinstance(pool, HostPool)
             assert pool.links.verbs is not None
             keys.append(sorted(each.region.remote_key for each in pool.links.verbs._known.values()))

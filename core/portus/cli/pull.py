@@ -94,7 +94,7 @@ def _pull_files(address: StoreAddress, model: str, root: str, output: Output) ->
 def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
     state = mirror.read()
     home = FileHome(place, mirror.model)
-    writer = home.open()
+    writer = home.pool
     try:
         found = writer.catalogue().models.get(mirror.model)
         infos = [entry.info for entry in found] if found else []

@@ -16,16 +16,12 @@ from portus.reach.format.reference import Reference, encode
 def pointer(path: Path) -> Reference:
     """A pointer that was put at that path."""
     return Reference(
-        id=f"{1:032x}",
         token=f"{2:032x}",
         pool="b" * 32,
         pool_path="/pools/run.portus",
-        pool_relative="../pools/run.portus",
         model="net",
         step=7,
         written_path=str(path),
-        written_ns=0,
-        part=path.name,
         files=1,
     )
 

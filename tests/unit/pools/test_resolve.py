@@ -210,12 +210,13 @@ def test_a_crafted_pointer_opens_nothing_but_a_pool_file(
         "portus://127.0.0.1:9",
         "portus+unix:///run/portus.sock",
     ):
-        for changes in ({"pool_path": named}, {"pool_path": "/no.portus", "pool_relative": named}):
-            if changes.get("pool_relative") == "run/run.portus":
-                continue
-            crafted(stranger, like, **{"pool_relative": "../no.portus"} | changes)
-            with pytest.raises(UsageError, match=MAY_NOT):
-                torch.load(stranger)
+        crafted(stranger, like, pool_path=named, written_path="/no/where/nice.ckpt")
+        with pytest.raises(UsageError, match=MAY_NOT):
+            torch.load(stranger)
+    for named in ("pipe.portus", "link.portus", "directory.portus", "gone.portus"):
+        crafted(stranger, like, pool_path=f"/no/{named}", written_path="/no/where/nice.ckpt")
+        with pytest.raises(UsageError, match=MAY_NOT):
+            torch.load(stranger)
     assert opened == [] or set(opened) == {str(run.pool)}, "'//run' is a path from its directory"
 
 
@@ -464,7 +465,7 @@ def test_damage_in_the_pool_is_never_handed_out(run: Run) -> None:
 
 def test_a_pointer_to_a_file_that_its_version_lacks_is_damage(run: Run) -> None:
     path = run.save("1.ckpt", 1)
-    crafted(path, run.reference(path), part="2.ckpt")
+    crafted(path, run.reference(path), written_path=str(path.with_name("2.ckpt")))
     for load in (torch.load, load_file):
         with pytest.raises(
             CorruptionError, match=r"expected a file '2\.ckpt', found \['1\.ckpt'\]"

@@ -1,6 +1,6 @@
 """The home of a training's versions: a pool here, or one on a storage host.
 
-The same calls open, save to and close both; they differ below this seam.
+The same calls save to both, and close them; they differ below this seam.
 """
 
 from __future__ import annotations
@@ -40,16 +40,22 @@ Pool = PoolWriter | HostPool
 
 
 class FileHome:
-    """A pool file of this machine, or a device. Made for a place, the name of a training, the most
-    bytes of a file, and the number of machines that a committed version has to be on."""
+    """A pool file of this machine, or a device, open for the saves of one training. ``pool``: the
+    writer."""
 
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
     ) -> None:
+        """Open the pool; create it if it does not exist. Raises what opening raises.
+
+        model: the name of the training. max_bytes: the most bytes of a file. durable: the number of
+        machines that a committed version has to be on."""
         self._path: Final = place.path
-        self._max_bytes: Final = max_bytes
-        self._is_made = False
-        self._writer: PoolWriter | None = None
+        self._is_made: Final = not has_pool(self._path)
+        if self._is_made:
+            make_directory(os.path.dirname(self._path))
+            create_pool(self._path, LocalFiles())
+        self.pool: Final = WRITERS.open(self._path, max_bytes=max_bytes)
 
     @staticmethod
     def read(place: Place) -> PoolReader:
@@ -60,30 +66,18 @@ class FileHome:
         """Return the directory of its journals. Raises ``PortusError``."""
         return journal_directory(self._path)
 
-    def open(self) -> PoolWriter:
-        """Return the pool; create it if it does not exist. Raises what opening raises."""
-        self._is_made = not has_pool(self._path)
-        if self._is_made:
-            make_directory(os.path.dirname(self._path))
-            create_pool(self._path, LocalFiles())
-        self._writer = WRITERS.open(self._path, max_bytes=self._max_bytes)
-        return self._writer
-
     def draft(self, snapshot: Snapshot) -> PoolDraft:
-        """Return the draft for a save of ``snapshot``; the pool is open."""
-        assert self._writer is not None
-        return PoolDraft(self._writer, snapshot.length)
+        """Return the draft for a save of ``snapshot``."""
+        return PoolDraft(self.pool, snapshot.length)
 
     def note_failure(self, text: str) -> None:
         """Record which save failed; ``portus ls`` shows it. Raises nothing."""
         with contextlib.suppress(PortusError):
-            note_failure(self._writer, text, self._path)
+            note_failure(self.pool, text, self._path)
 
     def close(self) -> None:
-        """Close the pool. Remove it again if ``open`` created it and it has no commit."""
-        writer, self._writer = self._writer, None
-        if writer is None:
-            return
+        """Close the pool. Remove it again if it was created here and has no commit."""
+        writer = self.pool
 
         def tidy() -> None:
             unused = False
@@ -114,13 +108,11 @@ class HostHome:
     def __init__(
         self, place: Place, model: str, max_bytes: int | None = None, durable: int = 1
     ) -> None:
-        self._model: Final = model
-        self._durable: Final = durable
-        self._address: Final = place.path
+        """Connect to the host. Raises if it cannot be reached at the start (V8)."""
         of_host = _of_host(place.path)
         name = fitting(quote(model), _NAME_MAX - len(of_host)) + of_host + SUFFIX
         self._local: Final = os.path.join(os.path.abspath(DEFAULT_DIRECTORY), name)
-        self._pool: HostPool | None = None
+        self.pool: Final = HostPool(place.path, model, durable=durable)
 
     @staticmethod
     def read(place: Place) -> PoolReader:
@@ -129,23 +121,14 @@ class HostHome:
     def journal(self) -> str:
         return journal_directory(self._local)
 
-    def open(self) -> HostPool:
-        """Return the pool. Raises if the host cannot be reached at the start (V8)."""
-        self._pool = HostPool(self._address, self._model, durable=self._durable)
-        return self._pool
-
     def draft(self, snapshot: Snapshot) -> HostDraft:
-        assert self._pool is not None
-        return self._pool.draft(snapshot)
+        return self.pool.draft(snapshot)
 
     def note_failure(self, text: str) -> None:
-        if self._pool is not None:
-            self._pool.note_failure(text)
+        self.pool.note_failure(text)
 
     def close(self) -> None:
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        self.pool.close()
 
 
 Home = FileHome | HostHome
@@ -167,9 +150,8 @@ def host_journals(host: Place, directory: str | None) -> list[str]:
     return [os.path.join(inside, name) for name in names if name.endswith(end)]
 
 
-def home_of(place: Place, model: str, max_bytes: int | None, durable: int = 1) -> Home:
-    """Return the home of the versions of ``model`` at that place. durable: the number of hosts that
-    a committed version has to be on."""
+def open_home(place: Place, model: str, max_bytes: int | None, durable: int) -> Home:
+    """Open the pool at a place for the saves of a training; see ``FileHome``."""
     home: Home = load_class(place.classes.home)(place, model, max_bytes, durable)
     return home
 

@@ -26,10 +26,8 @@ from portus.engine.format.nesting import refuse_deep
 from portus.engine.format.pointer_marks import HEAD_MARK, POINTER_MAX, README, is_pointer
 from portus.errors import CorruptionError, UsageError
 
-PATH_MAX: Final = 4096
-NAME_MAX: Final = 4096
-PART_MAX: Final = 255
-"""Characters of the name of a file."""
+TEXT_MAX: Final = 4096
+"""Characters of a path, and of the name of a model."""
 
 FORMAT: Final = 4
 """The newest format. Formats 1 to 3 were never released."""
@@ -39,37 +37,34 @@ FORMAT: Final = 4
 class Reference:
     """The contents of a pointer.
 
-    ``id``, ``token`` and ``pool`` are 32 lower-case hex digits. ``id`` is the pointer's own.
-    ``token`` names the version that it refers to, ``part`` the file in that, and ``files`` is the
-    number of files of the version. ``pool`` is the pool's identity, ``pool_path`` its absolute
-    path, or its address, and ``pool_relative`` its path from the directory of the pointer (POSIX
-    slashes). ``written_path`` is the absolute path where the pointer was put; ``written_ns`` is
-    Unix time in nanoseconds.
+    ``token`` (32 lower-case hex digits) names the version that it refers to, and ``files`` is the
+    number of files of that. ``pool`` is the pool's identity (32 digits), ``pool_path`` its absolute
+    path, or its address. ``written_path`` is the absolute path where the pointer was put, whose
+    last name is that of the file in the version.
 
     Raises ``UsageError`` for fields that cannot be stored.
     """
 
-    id: str
     token: str
     pool: str
     pool_path: str
-    pool_relative: str
     model: str
     step: int
     written_path: str
-    written_ns: int
-    part: str
     files: int
 
     def __post_init__(self) -> None:
-        for name in ("id", "token", "pool"):
+        for name in ("token", "pool"):
             _check_hex(name, getattr(self, name))
-        for name in ("pool_path", "pool_relative", "written_path"):
-            _check_text(name, getattr(self, name), PATH_MAX)
-        _check_text("model", self.model, NAME_MAX)
-        _check_text("part", self.part, PART_MAX)
-        for name in ("step", "written_ns", "files"):
+        for name in ("pool_path", "written_path", "model"):
+            _check_text(name, getattr(self, name))
+        for name in ("step", "files"):
             _check_integer(name, getattr(self, name))
+
+    @property
+    def part(self) -> str:
+        """The name of the file in the version."""
+        return self.written_path.rpartition("/")[2]
 
 
 def encode(reference: Reference) -> bytes:
@@ -145,10 +140,10 @@ def _check_hex(name: str, value: object) -> None:
         raise UsageError(f"reference: {name} must be 32 lower-case hex digits, found {value!r}")
 
 
-def _check_text(name: str, value: object, length_max: int) -> None:
-    if not isinstance(value, str) or not value or len(value) > length_max or "\0" in value:
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value or len(value) > TEXT_MAX or "\0" in value:
         raise UsageError(
-            f"reference: {name} must be 1 to {length_max} characters, no NUL: {value!r:.80}"
+            f"reference: {name} must be 1 to {TEXT_MAX} characters, no NUL: {value!r:.80}"
         )
 
 

@@ -189,13 +189,10 @@ class LogState:
                     target[low - start : high - start] = data[row, low - at : high - at].data
 
 
-NOT_LOGGED: Final = LogState(None, {})
-
-
 def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:
     """Return all that the log of a pinned version changes, in memory. Raises as ``entries``."""
     if record.log is None:
-        return NOT_LOGGED
+        return LogState(None, {})
     places, contents, entry = PatchPlaces(record), None, None
     changes: dict[int, _Changes] = {}
     undo: list[Entry] = []

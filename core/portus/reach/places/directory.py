@@ -64,7 +64,9 @@ class StoredFile(StoredCheckpoint):
             status = os.stat(path)
         except OSError as error:
             _raise(error)
-        self.pointer: Final = _pointer_at(path)
+        self.pointer: Reference | None = None
+        with contextlib.suppress(CorruptionError):
+            self.pointer = read_reference(path)
         named = step_in(os.path.basename(path))
         self.step: Final = self.pointer.step if self.pointer else named
         info = VersionInfo(
@@ -245,12 +247,6 @@ def remove_files(paths: Sequence[str]) -> None:
     # Each directory once, after all: a removal lasts when its directory is synced.
     for directory in dict.fromkeys(map(os.path.dirname, paths)):
         system.sync(directory)
-
-
-def _pointer_at(path: str) -> Reference | None:
-    with contextlib.suppress(CorruptionError):
-        return read_reference(path)
-    return None
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 from portus.errors import PortusError, UsageError
 from portus.reach.index.directory import pools_at
@@ -15,6 +15,8 @@ from portus.reach.mirror.address import is_store, parse
 from portus.reach.mirror.mirrors import resolve
 from portus.reach.places.base import OpenPlace, StoredCheckpoint
 from portus.reach.protocol.address import is_address
+
+Found = TypeVar("Found")
 
 _STEPS_MAX: Final = 20
 """Steps and models that an error lists."""
@@ -72,23 +74,13 @@ class Places(contextlib.ExitStack):
         self.failed: Final[dict[OpenPlace, PortusError]] = {}
         self._places: Final = [self.enter_context(each) for each in places]
 
-    def readable(self) -> Sequence[OpenPlace]:
-        """Return the places that can be read."""
-        return [each for each in self._places if each not in self.failed]
-
     def all(self) -> Sequence[OpenPlace]:
         """Return all places, unreadable ones included."""
         return list(self._places)
 
     def list(self, model: str | None = None) -> Sequence[StoredCheckpoint]:
         """Return the checkpoints, place by place, oldest commit first."""
-        found = []
-        for each in self.readable():
-            try:
-                found += each.list(model)
-            except PortusError as error:
-                self.failed[each] = error
-        return found
+        return self._of_each(lambda place: place.list(model))
 
     def select(self) -> Sequence[StoredCheckpoint]:
         """Return the checkpoints that match ``target``: all of a model, or those of one step.
@@ -96,7 +88,8 @@ class Places(contextlib.ExitStack):
         A step may have several, after a rollback. Raises ``UsageError`` if there are none, or the
         error of a place that could not be read.
         """
-        target, models = self.target or "", self._models()
+        target = self.target or ""
+        models = sorted({*self._of_each(lambda place: place.models())})
         if target in models and (own := self.list(target)):
             return own
         model, at, step = target.rpartition("@")
@@ -123,14 +116,16 @@ class Places(contextlib.ExitStack):
         own = {place: [e for e in found if e.place == place.place] for place in self._places}
         return {place: chosen for place, chosen in own.items() if chosen}
 
-    def _models(self) -> Sequence[str]:
-        models: set[str] = set()
-        for each in self.readable():
-            try:
-                models.update(each.models())
-            except PortusError as error:
-                self.failed[each] = error
-        return sorted(models)
+    def _of_each(self, read: Callable[[OpenPlace], Sequence[Found]]) -> Sequence[Found]:
+        """Return what ``read`` returns for each place that can be read."""
+        found: Sequence[Found] = ()
+        for each in self._places:
+            if each not in self.failed:
+                try:
+                    found = [*found, *read(each)]
+                except PortusError as error:
+                    self.failed[each] = error
+        return found
 
 
 def _choices(model: str, named: Sequence[StoredCheckpoint], models: Sequence[str]) -> str:

@@ -36,7 +36,6 @@ from portus.reach.index.directory import (
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.messages import read_failure
 from portus.reach.index.place import Place, load_class
-from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.media.local import LocalFiles
@@ -96,7 +95,7 @@ class PoolPlace(OpenPlace):
     @cached_property
     def reader(self) -> PoolReader:
         """The pool, for reading. Raises what opening raises."""
-        return self._open()
+        return self._closing.enter_context(contextlib.closing(open_place(self.place)))
 
     @cached_property
     def unique_bytes(self) -> dict[int, int]:
@@ -178,10 +177,9 @@ class PoolPlace(OpenPlace):
                     pace.tell(f"{self.place}: {finding}")
 
             look = CheckOptions(progress=progress, only=only)
-            if pace.bytes_per_s is None:
-                verdict.findings = self._check(look)
-            else:
-                verdict.findings = self._scrub(pace.bytes_per_s, replace(look, tell=tell))
+            if pace.bytes_per_s is not None:
+                look = replace(look, tell=tell)
+            verdict.findings = self._check(look, pace.bytes_per_s)
             verdict.versions = len(ids)
             with contextlib.suppress(CorruptionError):
                 verdict.removed = len(ids - self.reader.catalogue().ids())
@@ -268,7 +266,7 @@ class PoolPlace(OpenPlace):
         """Remove versions, and the pool file if it is empty then; return free space."""
         path = self.place.path
         taken = on_disk(path)
-        with open_for_writing(path) as writer:
+        with self.writing() as writer:
             # Searched again under the lock: a trainer may have made the pointers since.
             writer.let_go(self._still_gone(writer, found.gone, options.missing))
             is_removed = options.empty and self._is_file and not writer.catalogue().ids()
@@ -286,36 +284,26 @@ class PoolPlace(OpenPlace):
     def writing(self) -> Iterator[Pool]:
         """Open the pool for writing; at the end return unreached space to the file system. Raise
         ``BusyError`` naming the writer."""
-        with open_for_writing(self.place.path) as writer:
+        path = self.place.path
+        writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
+        last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
+        try:
             yield writer
+            if os.path.exists(path):  # else it was removed
+                last = writer.give_back
+        finally:
+            WRITERS.close(writer, last=last)
 
     def disk_bytes(self) -> int:
         """Return the bytes that the pool takes of its file system; 0 if it is not in a file."""
         return on_disk(self.reader.medium.info.name)
 
-    def _open(self) -> PoolReader:
-        return self._closing.enter_context(contextlib.closing(open_place(self.place)))
-
-    def _check(self, look: CheckOptions) -> Sequence[Finding]:
-        """Check the file itself, so that a pool with damaged first pages has findings too."""
+    def _check(self, look: CheckOptions, bytes_per_s: int | None) -> Sequence[Finding]:
+        """Check the pool, or scrub it at a rate."""
+        if bytes_per_s is not None:
+            return scrub(self.place, bytes_per_s, look)
+        # The file itself, so that a pool with damaged first pages has findings too.
         return check_file(self.place.path, look)
-
-    def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
-        return scrub(self.place, bytes_per_s, look)
-
-
-@contextlib.contextmanager
-def open_for_writing(path: str) -> Iterator[PoolWriter]:
-    """Open a pool file for writing; at the end return unreached space to the file system. Raise
-    ``BusyError`` naming the writer."""
-    writer = WRITERS.open(path, timeout_s=WAIT_S, mapped=False)  # else holes would be filled
-    last: Callable[[], object] = lambda: None  # noqa: E731  # after an error nothing is touched
-    try:
-        yield writer
-        if os.path.exists(path):  # else it was removed
-            last = writer.give_back
-    finally:
-        WRITERS.close(writer, last=last)
 
 
 def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:
@@ -420,8 +408,7 @@ class HostPlace(PoolPlace):
     def _durable(self) -> int:
         return len(self.place.address.each)
 
-    def _check(self, look: CheckOptions) -> Sequence[Finding]:
+    def _check(self, look: CheckOptions, bytes_per_s: int | None) -> Sequence[Finding]:
+        if bytes_per_s is not None:
+            return scrub(self.reader, bytes_per_s, look)
         return check_medium(self.reader.medium, self.reader.locks, look)
-
-    def _scrub(self, bytes_per_s: int, look: CheckOptions) -> Sequence[Finding]:
-        return scrub(self.reader, bytes_per_s, look)

@@ -74,7 +74,9 @@ class PoolSteps:
         settings: Settings,
         owner: Closable,
     ) -> None:
-        _check_model(model)
+        is_name = isinstance(model, str) and model and is_text(model)
+        if not is_name or len(model.encode()) > _NAME_MAX:
+            raise UsageError(f"model: expected a name of 1 to {_NAME_MAX} bytes, found {model!r}")
         place = place_of(directory)
         if place.is_directory:
             raise UsageError(
@@ -151,10 +153,3 @@ class PoolCheckpointer(Checkpointer):
     def model(self) -> str:
         """The name of the run in the pool."""
         return self._steps.model
-
-
-def _check_model(model: object) -> None:
-    """Raise ``UsageError`` for what is no name of a model."""
-    is_name = isinstance(model, str) and model and is_text(model)
-    if not is_name or len(str(model).encode()) > _NAME_MAX:
-        raise UsageError(f"model: expected a name of 1 to {_NAME_MAX} bytes, found {model!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry
 from portus.reach.pools.restore import load
 
 Filler = Callable[[Elsewhere, str], object]
@@ -46,32 +45,6 @@ def replace_elsewhere(state: Any, of: Filler, path: str = "") -> Any:
     return state
 
 
-@contextlib.contextmanager
-def open_pool_of(
-    place: Elsewhere, pool: str | os.PathLike[str] | None = None
-) -> Iterator[PoolReader]:
-    """Yield the pool of an ``Elsewhere``, for reading. ``pool``: its present place, if it was
-    moved. Raises ``MediumError``, ``CorruptionError``; ``UsageError`` for a place without a
-    pool."""
-    named = Place.parse(place.pool if pool is None else pool, "the pool of tables")
-    if named.local_pool is None:
-        raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
-    with contextlib.closing(open_reader(named.path)) as reader:
-        yield reader
-
-
-def version_of(pool: PoolReader, place: Elsewhere) -> VersionEntry:
-    """Return the version of an ``Elsewhere``. Raise ``StaleError`` if it is not in the pool."""
-    with contextlib.suppress(ValueError):
-        found = pool.catalogue().of_token(bytes.fromhex(place.token))
-        if found is not None:
-            return found
-    raise StaleError(
-        f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with the "
-        f"token {place.token}, found none: it was deleted, or this is not the pool {place.pool}"
-    )
-
-
 def within(state: object, place: Elsewhere) -> torch.Tensor:
     """Return the tensor of an ``Elsewhere`` from the state of its version. Raise
     ``CorruptionError`` if there is none."""
@@ -101,12 +74,26 @@ def fill(state: object, *, pool: str | os.PathLike[str] | None = None) -> object
         def of(place: Elsewhere, path: str) -> torch.Tensor:
             key = place.pool, place.token
             if key not in read:
-                read[key] = marked_state(stack.enter_context(open_pool_of(place, pool)), place)
+                named = Place.parse(place.pool if pool is None else pool, "the pool of tables")
+                if named.local_pool is None:
+                    raise UsageError(f"{named}: expected the pool file or the DAX device of tables")
+                reader = stack.enter_context(contextlib.closing(open_reader(named.path)))
+                read[key] = marked_state(reader, place)
             return within(read[key], place)
 
         return replace_elsewhere(state, of)
 
 
 def marked_state(pool: PoolReader, place: Elsewhere) -> object:
-    """Return the state of a mark. Raises as ``fill``."""
-    return load(pool, version_of(pool, place))
+    """Return the state of the mark of an ``Elsewhere``. Raise ``StaleError`` if it is not in the
+    pool, and as ``load``."""
+    found = None
+    with contextlib.suppress(ValueError):
+        found = pool.catalogue().of_token(bytes.fromhex(place.token))
+    if found is None:
+        raise StaleError(
+            f"{pool.medium.info.name}: expected the tables of batch {place.batch}, a version with "
+            f"the token {place.token}, found none: it was deleted, or this is not the pool "
+            f"{place.pool}"
+        )
+    return load(pool, found)

@@ -122,18 +122,6 @@ def use_reference(
     return _use(reference, absolute, use)
 
 
-def is_removed(reference: Reference, path: str) -> bool:
-    """Return True if the pool of a pointer at ``path`` exists, without its version; False also if
-    the pool cannot be opened."""
-    try:
-        _use(reference, path, lambda *_: None)
-    except _RemovedError:
-        return True
-    except PortusError:
-        return False
-    return False
-
-
 def use_pointer(path: str, act: Callable[[OpenFile], Result]) -> Result:
     """Return the result of ``act`` for the file in a pool that the pointer at ``path`` refers
     to."""
@@ -150,7 +138,14 @@ def is_pointer_good(data: bytes, path: str) -> bool:
     """Return whether the pointer with the bytes ``data``, at ``path``, is intact and not known to
     refer to a removed version. Raises ``CorruptionError`` for a damaged one."""
     pointer = decode(data)
-    return pointer is None or not is_removed(pointer, path)
+    try:
+        if pointer is not None:
+            _use(pointer, path, lambda *_: None)
+    except _RemovedError:
+        return False
+    except PortusError:
+        return True  # the pool cannot be opened
+    return True
 
 
 class _RemovedError(UsageError):
@@ -174,9 +169,9 @@ def _use(
                 with contextlib.closing(_open(place, reference, has_replica)) as reader:
                     is_it = reader.uuid.hex() == reference.pool
                     was_found = was_found or is_it
-                    for entry in reader.catalogue().entries() if is_it or is_allowed else ():
-                        if entry.info.token == token:
-                            return use(reader, entry, reference)
+                    entry = reader.catalogue().of_token(token) if is_it or is_allowed else None
+                    if entry is not None:
+                        return use(reader, entry, reference)
             except StaleError:
                 was_found = True
             except (TransportError, BusyError, UsageError, MediumError) as error:
@@ -185,7 +180,7 @@ def _use(
                 failure = failure or error
         # A training may have replaced the pointer since it was read, and released its version.
         newer = read_reference(path) if path else None
-        if newer is None or newer.id == reference.id:
+        if newer is None or newer.token == reference.token:
             raise failure or _missing(reference, path, was_found=was_found)
         reference = newer
     raise StaleError(f"{path} was replaced {_TRIES} times while it was loaded; load again")
@@ -220,9 +215,11 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
     yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
     # Also by the relative path from the pointer to the pool: a run may have been moved as a whole.
-    if path is not None and not reference.pool_relative.startswith("portus"):
+    if path is not None and os.path.isabs(reference.pool_path):
+        before = os.path.dirname(reference.written_path)
+        relative = os.path.relpath(reference.pool_path, before)
         where = os.path.dirname(os.path.realpath(path))
-        named.append(os.path.normpath(os.path.join(where, *reference.pool_relative.split("/"))))
+        named.append(os.path.normpath(os.path.join(where, relative)))
     for each_path in dict.fromkeys(named):
         place_here = _here(each_path)
         if place_here is not None and each_path not in seen:

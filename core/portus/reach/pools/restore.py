@@ -131,15 +131,13 @@ def load_files(
     names: Patterns,
     *,
     verify: bool = True,
-    weights_only: bool | None = None,
-    map_location: Any = "cpu",
+    **settings: Any,
 ) -> dict[str, object]:
-    """Return the contents of the files of a version, by their names. Raises as ``load``."""
-    settings: dict[str, object] = {"map_location": map_location}
-    if weights_only is not None:
-        settings["weights_only"] = weights_only
+    """Return the contents of the files of a version, by their names. settings: of ``torch.load``,
+    but for None. Raises as ``load``."""
+    given = {"map_location": "cpu", **{k: v for k, v in settings.items() if v is not None}}
     found = {
-        name: load_opened(file, describe(info), names, verify=verify, settings=dict(settings))
+        name: load_opened(file, describe(info), names, verify=verify, settings=dict(given))
         for name, file in files.items()
     }
     note_loaded(info)

@@ -25,7 +25,7 @@ from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.arrays import dtype_node
 from portus.reach.format.items import StoredArray, decode
 from portus.reach.index.file_table import PackedFile
-from portus.reach.pools.weights_only import array_in, refusing, torch_settings
+from portus.reach.pools.weights_only import array_of, refusing, torch_settings
 from portus.reach.versions.open_version import OpenVersion, is_pickle
 
 
@@ -133,7 +133,7 @@ def _pickle(contents: bytes, lengths: Column) -> bytes:
         return _Array(tensor, array.dtype, array.sizes)
 
     def reduce(array: _Array) -> Any:
-        return array_in, (array.data, dtype_node(array.dtype), list(array.sizes))
+        return array_of, (dtype_node(array.dtype), list(array.sizes), False, array.data)
 
     found = pickle_state(decode(contents, make), {_Array: reduce})
     if [each._cdata for each in found.storages] != [each._cdata for each in blank]:

@@ -32,7 +32,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.reach.files.home import Home, Pool, home_of
+from portus.reach.files.home import Home, Pool, open_home
 from portus.reach.files.host import HostDraft, let_go_at
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
@@ -90,7 +90,6 @@ class TrainingPool(Destination):
         self._number = 1
         self._guard: Final = threading.RLock()
         self._home: Home | None = None
-        self._pool: Pool | None = None
         self._before: CommittedImages | None = None
         self._steady: Flags | None = None
         # The pointers of a process may refer to the pool that it saves to (V6).
@@ -106,17 +105,17 @@ class TrainingPool(Destination):
         """Return the pool, opened or made first if it is not open. Raises ``UsageError``,
         ``BusyError``, ``MediumError``, ``CorruptionError``, ``TransportError``."""
         with self._guard:
-            if self._pool is None:
+            if self._home is None:
                 self._name, self._number = self._asked_name(), 1
-                home, pool = self._open()
+                home = self._open()
                 try:
-                    self._before = self._newest(pool)
+                    self._before = self._newest(home.pool)
                 except BaseException:
                     home.close()
                     raise
-                self._home, self._pool = home, pool
+                self._home = home
                 _HELD.add((self.place, self.model))
-            return self._pool
+            return self._home.pool
 
     def steady(self, late: Flags, *, unchanged: bool) -> Flags:
         """Return which storages to hash before anything is copied: those that were unchanged last
@@ -130,8 +129,7 @@ class TrainingPool(Destination):
     @property
     def kind(self) -> str:
         """The kind of medium that the pool is on. The pool is open."""
-        assert self._pool is not None
-        return self._pool.medium.info.kind.name
+        return self._opened.pool.medium.info.kind.name
 
     def before(self, files: int) -> VersionRecord | None:
         found = self.newest_of(files)
@@ -157,7 +155,6 @@ class TrainingPool(Destination):
         files: FileDraft | None,
         request: SaveRequest,
     ) -> ImageDraft:
-        assert self._home is not None, "it is open"
         count = len(images)
         none = np.zeros(count, np.int64)
         whole = replace(
@@ -174,7 +171,7 @@ class TrainingPool(Destination):
         names = [os.path.basename(each.real or each.said) for each in new]
         packed = [PackedFile.of(name, image) for name, image in zip(names, images, strict=True)]
         table = FileTable(packed, os.path.dirname(paths[0]) if paths else "")
-        return PointerDraft(self, self._home.draft(whole), table, images, files, paths, request)
+        return PointerDraft(self, self._opened.draft(whole), table, images, files, paths, request)
 
     def note_commit(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft), "drafts are made here"
@@ -200,22 +197,13 @@ class TrainingPool(Destination):
     def _pointer(self, path: str, files: int, snapshot: Snapshot) -> Reference:
         """Return the pointer for ``path``, which is absolute: to the file of that name in the
         version of ``snapshot``, which has that many files. The pool is open."""
-        assert self._pool is not None
-        where = str(self.place)
-        relative = where
-        if self.place.local_path is not None:
-            relative = os.path.relpath(where, os.path.dirname(path)).replace(os.sep, "/")
         return Reference(
-            id=os.urandom(16).hex(),
             token=snapshot.token.hex(),
-            pool=self._pool.uuid.hex(),
-            pool_path=where,
-            pool_relative=relative,
+            pool=self._opened.pool.uuid.hex(),
+            pool_path=str(self.place),
             model=self.model,
             step=snapshot.step,
             written_path=path,
-            written_ns=time.time_ns(),
-            part=os.path.basename(path),
             files=files,
         )
 
@@ -253,8 +241,7 @@ class TrainingPool(Destination):
 
     def retire(self, token: bytes) -> None:
         """Remove a version, if it exists. The pool is open."""
-        assert self._pool is not None
-        self._pool.let_go([token])
+        self._opened.pool.let_go([token])
 
     def journal(self) -> str | None:
         """Return the directory of the journals of this pool; None if it is not open."""
@@ -271,13 +258,18 @@ class TrainingPool(Destination):
     def close(self) -> None:
         """Close the pool. A later save opens it again."""
         with self._guard:
-            home, self._home, self._pool = self._home, None, None
+            home, self._home = self._home, None
             self._before = self._steady = None
             if home is not None:
                 _HELD.discard((self.place, self.model))
                 home.close()
 
-    def _open(self) -> tuple[Home, Pool]:
+    @property
+    def _opened(self) -> Home:
+        assert self._home is not None, "it is open"
+        return self._home
+
+    def _open(self) -> Home:
         settings = self._settings
         first = self.model
         while self._may_be_next and (self.place, self.model) in _HELD:
@@ -289,9 +281,8 @@ class TrainingPool(Destination):
                 self.place, first, self.model,
             )  # fmt: skip
         while True:  # ends: names are counted
-            home = home_of(self.place, self.model, settings.max_bytes, settings.durable)
             try:
-                return home, home.open()
+                return open_home(self.place, self.model, settings.max_bytes, settings.durable)
             except BusyError:
                 # The user did not choose this name, so a conflict is no reason to fail.
                 if not self._may_be_next or self._number >= _NAMES_MAX:

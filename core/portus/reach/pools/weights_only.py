@@ -28,11 +28,17 @@ _LONG: Final = re.compile(rb"\x8b...\0", re.DOTALL)
 """Matches what may be an integer of more than 255 bytes, which torch does not load."""
 
 
-def array_of(node: object, shape: Sequence[object], fortran: object, data: bytes) -> Any:
-    """Return the array that was pickled. Raises ``CorruptionError``."""
+def array_of(
+    node: object, shape: Sequence[object], fortran: object, data: bytes | torch.Tensor
+) -> Any:
+    """Return the array that was pickled; one over the memory of a tensor of its bytes, as those of
+    a shelf; of a tensor without memory that itself. Raises ``CorruptionError``."""
     if not isinstance(fortran, bool):
         raise CorruptionError(f"not the order of an array: {fortran!r:.20}")
-    return array_over(*read_shape(node, shape), bytearray(data), "F" if fortran else "C")
+    if isinstance(data, torch.Tensor) and data.is_meta:
+        return data
+    over = data.numpy().data if isinstance(data, torch.Tensor) else bytearray(data)
+    return array_over(*read_shape(node, shape), over, "F" if fortran else "C")
 
 
 def scalar_of(node: object, data: bytes) -> Any:
@@ -41,12 +47,6 @@ def scalar_of(node: object, data: bytes) -> Any:
     if len(data) != dtype.itemsize:
         raise CorruptionError(f"a {dtype} needs {dtype.itemsize} bytes, found {len(data)}")
     return np.frombuffer(data, dtype)[0] if data else np.zeros((), dtype)[()]
-
-
-def array_in(data: torch.Tensor, node: object, shape: Sequence[object]) -> Any:
-    """Return the array over the bytes of a tensor; of one without memory the tensor itself. Raises
-    ``CorruptionError``."""
-    return data if data.is_meta else array_over(*read_shape(node, shape), data.numpy().data)
 
 
 def no_bytes() -> bytes:
@@ -70,7 +70,7 @@ _REDUCERS: Final[Reducers] = {
 }
 
 _ALLOWED: Final[set[Any]] = {
-    *(array_of, array_in, scalar_of, no_bytes),
+    *(array_of, scalar_of, no_bytes),
     *((no_bytes, "builtins.bytes"), (no_bytes, "__builtin__.bytes")),
 }
 

@@ -21,7 +21,7 @@ from portus.reach.format.items import StoredArray, decode
 from portus.reach.format.layout import UNIT_DIGEST
 from portus.reach.index.file_table import FileTable, decode_table, overlaps
 from portus.reach.index.in_place import InPlaceReader
-from portus.reach.index.log import read_log
+from portus.reach.index.log import LogState, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.parallel import Rooms
@@ -39,8 +39,8 @@ class _Part(NamedTuple):
 
 
 class OpenVersion:
-    """A pinned version, open for reading. ``contents`` and its storages: as of its log. ``table``:
-    of its files; None if it has none, as those of a shelf and of tables."""
+    """A pinned version, open for reading. ``table``: of its files; None if it has none, as those of
+    a shelf and of tables."""
 
     def __init__(self, reader: PoolReader, record: VersionRecord, stop: Stop | None = None) -> None:
         """Raises ``CorruptionError``, ``MediumError``. record: of a version that the caller keeps
@@ -48,9 +48,6 @@ class OpenVersion:
         self.reader: Final = reader
         self.record: Final = record
         self._stop: Final = Stop() if stop is None else stop
-        self.logged: Final = read_log(reader.medium, record)
-        self._in_place: Final = InPlaceReader(reader.medium, record, self.logged)
-        self.contents: Final = self.logged.contents or record.contents
         self.table: Final = self._read_table()
         self.lengths: Final = record.length
         self._begins: Final = np.cumsum(self.lengths) - self.lengths
@@ -58,6 +55,20 @@ class OpenVersion:
         ends = np.cumsum(record.extents["length"].astype(np.int64))
         self._edges: Final[Column] = np.append(0, ends)
         self._rooms: Final = Rooms(UNIT)
+
+    @cached_property
+    def logged(self) -> LogState:
+        """The changes by the log of the version, as of their first use."""
+        return read_log(self.reader.medium, self.record)
+
+    @cached_property
+    def _in_place(self) -> InPlaceReader:
+        return InPlaceReader(self.reader.medium, self.record, self.logged)
+
+    @property
+    def contents(self) -> bytes:
+        """The contents, as of the log."""
+        return self.logged.contents or self.record.contents
 
     @property
     def where(self) -> str:
@@ -115,16 +126,16 @@ class OpenVersion:
             extent_length=held,
         )
         found = (check if address is None else fetch)(self.reader.medium, moved, self._stop)
-        wrong = (found != expected[~np.repeat(placed, counts)]).any(axis=1)
+        committed = expected[~np.repeat(placed, counts)]
+        wrong = (found != committed).any(axis=1)
         for bad in np.flatnonzero(wrong if verify else ())[:1].tolist():
-            number = int(np.repeat(plain, counts[plain])[bad])
-            index = int(storage[number])
-            before = int(counts[plain[plain < number]].sum())
+            owner = np.repeat(plain, counts[plain])
+            rank = bad - int(np.flatnonzero(owner == owner[bad])[0])
+            begin = int(start[owner[bad]]) + rank * UNIT
             raise CorruptionError(
-                f"{self.where}: {self.name(index)} is damaged within 16 MiB from byte "
-                f"{int(start[number]) + (bad - before) * UNIT} of its storage: expected digest "
-                f"{record.digests(np.array([index]))[bad - before].tobytes().hex()}, found "
-                f"{found[bad].tobytes().hex()}"
+                f"{self.where}: {self.name(int(storage[owner[bad]]))} is damaged within 16 MiB "
+                f"from byte {begin} of its storage: expected digest "
+                f"{committed[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}"
             )
         # After the comparison: the digests are those of the bytes as they were committed.
         if address is not None and self.logged.changes:
@@ -171,7 +182,7 @@ class OpenVersion:
             raise CorruptionError(f"{self.where}: {self.name(index)}: {error}") from error
 
     def _read_table(self) -> FileTable | None:
-        table = decode_table(self.contents)
+        table = decode_table(self.record.contents)
         # Both have digests, but offsets of another version would cut these storages wrongly.
         if table is not None and table.lengths != self.record.length.tolist():
             raise CorruptionError(
