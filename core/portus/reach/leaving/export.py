@@ -32,7 +32,7 @@ from portus.engine.loading.patterns import matcher, part_of
 from portus.engine.loading.restore_over import StoredState
 from portus.engine.loading.torch_file import load_torch, open_state
 from portus.engine.state.pickling import pickle_state
-from portus.engine.state.walk import leaves
+from portus.engine.state.walk import is_plain, leaves
 from portus.errors import CorruptionError, UsageError, printable
 from portus.reach.formats.named_tensors import named_tensor
 from portus.reach.formats.safetensors import SUFFIX, NamedTensor, safetensors_image
@@ -78,20 +78,20 @@ def write(
         keep.complain(where)
     state = fill(state)
     done = WrittenExport(batches=batches_of(file, where))
-    tensors, left_out = _tensors_in(state)
+    tensors, done.left_out = _tensors_in(state, isinstance(file, StateFile))
     if options.is_directory and not options.names and not options.strip:
         prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in tensors)), "")
         done.no_weights = [name for name in tensors if not name.startswith(prefix)]
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    if not tensors:
-        raise UsageError(f"{where} has no tensor of such a name; portus show lists them")
     done.tensors = len(tensors)
     if options.is_torch:
-        found = pickle_state(state)
+        found, done.left_out = pickle_state(state), []
         # The archive's name in torch's files without a name.
         _write(out, found.image("archive"), map(stored.units, found.storages), advance)
         return done
-    done.left_out, done.shared = left_out, _shared_names(tensors)
+    if not tensors:
+        raise UsageError(f"{where} has no tensor of such a name; portus show lists them")
+    done.shared = _shared_names(tensors)
     tensors = _shorten(tensors, options.strip)
     noted = {} if about is None else {"portus": json.dumps(about)}
     for path, part in _parts_in(out, tensors, options):
@@ -110,9 +110,8 @@ def _open(file: OpenFile, where: str) -> StoredState:
     try:
         if format_of(reads(file), where).load is load_torch:
             return open_state(file, where, **settings)
-        return StoredState(
-            where, load_opened(file, where, None, verify=True, settings=settings), None
-        )
+        state = load_opened(file, where, None, verify=True, settings=settings)
+        return StoredState(where, state)
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise UsageError(
@@ -122,14 +121,16 @@ def _open(file: OpenFile, where: str) -> StoredState:
         ) from error
 
 
-def _tensors_in(state: object) -> tuple[Tensors, list[str]]:
-    """Return the tensors in a state, its numpy arrays too, and the names of its other values."""
+def _tensors_in(state: object, plain: bool) -> tuple[Tensors, list[str]]:
+    """Return the tensors in a state, its numpy arrays too, and the names of its other values.
+    plain: tensors of special classes are such others."""
     tensors, others = Tensors(), list[str]()
     for name, value in leaves(state):
         if isinstance(value, np.ndarray):
             with contextlib.suppress(TypeError, ValueError):  # torch has no such dtype
                 value = torch.from_numpy(value)
-        if isinstance(value, torch.Tensor) and not value.is_meta:
+        is_tensor = is_plain(value) if plain else isinstance(value, torch.Tensor)
+        if is_tensor and not value.is_meta:
             tensors[name] = value
         else:
             others.append(name)
@@ -152,8 +153,8 @@ def batches_of(file: OpenFile, where: str) -> dict[str, int]:
 def _units(stored: StoredState, tensor: torch.Tensor) -> Units:
     """Yield the elements of a tensor in row-major order."""
     storage = tensor.untyped_storage()
-    is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    if is_plain and tensor.nbytes == storage.nbytes():
+    is_simple = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if is_simple and tensor.nbytes == storage.nbytes():
         yield from stored.units(storage)
         return
     stored.fill(storage)
