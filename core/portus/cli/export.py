@@ -154,10 +154,10 @@ def _write_state(
 
 def _write_file(path: str, options: ExportOptions) -> WrittenExport:
     """Write a file, or the one that a pointer refers to."""
-    from portus.engine.loading.checkpoint_file import use_file  # and torch with it
-
     said = read_reference(path)
-    if said is None or not options.is_exact(said.part or ""):
+    if said is None or not options.is_exact(said.part):
+        from portus.engine.loading.checkpoint_file import use_file  # and torch with it
+
         return use_file(path, lambda file: _convert(file, path, options), as_torch=False)
     with in_place(options.out, force=options.force) as out:
         _copy(path, options.out, out)

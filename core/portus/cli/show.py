@@ -113,7 +113,7 @@ def _show_state(version: OpenVersion, output: Output) -> dict[str, Json]:
     from portus.reach.leaving.outline import outline_in
     from portus.reach.pools.state_file import StateFile
 
-    file, log, entries = StateFile(version), version.record.log, version.logged.entries
+    file, log, entries = StateFile(version), version.record.log, version.log_state.entries
     batches = batches_of(file, version.where)
     if log is not None:
         text = "1 entry" if entries == 1 else f"{entries} entries"

@@ -21,7 +21,6 @@ from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
 from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import (
-    NOT_LOGGED,
     Bunch,
     Bytes,
     LogState,
@@ -131,7 +130,7 @@ class ModelWithLog(Generic[Pool]):
             others = sorted(self.pool.catalogue().models.keys() - {*self._beside})
             if others:
                 raise self._other_data(others)
-            return NOT_LOGGED
+            return LogState(None, {})
         with self.pool.pin(newest.info.id) as entry:
             record = self.pool.record(entry)
             if record.log is None:

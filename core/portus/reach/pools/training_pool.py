@@ -129,7 +129,7 @@ class TrainingPool(Destination):
     @property
     def kind(self) -> str:
         """The kind of medium that the pool is on. The pool is open."""
-        return self._opened.pool.medium.info.kind.name
+        return self._open_home.pool.medium.info.kind.name
 
     def before(self, files: int) -> VersionRecord | None:
         found = self.newest_of(files)
@@ -171,7 +171,9 @@ class TrainingPool(Destination):
         names = [os.path.basename(each.real or each.said) for each in new]
         packed = [PackedFile.of(name, image) for name, image in zip(names, images, strict=True)]
         table = FileTable(packed, os.path.dirname(paths[0]) if paths else "")
-        return PointerDraft(self, self._opened.draft(whole), table, images, files, paths, request)
+        return PointerDraft(
+            self, self._open_home.draft(whole), table, images, files, paths, request
+        )
 
     def note_commit(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         assert isinstance(draft, ImageDraft), "drafts are made here"
@@ -199,7 +201,7 @@ class TrainingPool(Destination):
         version of ``snapshot``, which has that many files. The pool is open."""
         return Reference(
             token=snapshot.token.hex(),
-            pool=self._opened.pool.uuid.hex(),
+            pool=self._open_home.pool.uuid.hex(),
             pool_path=str(self.place),
             model=self.model,
             step=snapshot.step,
@@ -241,7 +243,7 @@ class TrainingPool(Destination):
 
     def retire(self, token: bytes) -> None:
         """Remove a version, if it exists. The pool is open."""
-        self._opened.pool.let_go([token])
+        self._open_home.pool.let_go([token])
 
     def journal(self) -> str | None:
         """Return the directory of the journals of this pool; None if it is not open."""
@@ -265,7 +267,7 @@ class TrainingPool(Destination):
                 home.close()
 
     @property
-    def _opened(self) -> Home:
+    def _open_home(self) -> Home:
         assert self._home is not None, "it is open"
         return self._home
 

@@ -57,18 +57,18 @@ class OpenVersion:
         self._rooms: Final = Rooms(UNIT)
 
     @cached_property
-    def logged(self) -> LogState:
+    def log_state(self) -> LogState:
         """The changes by the log of the version, as of their first use."""
         return read_log(self.reader.medium, self.record)
 
     @cached_property
     def _in_place(self) -> InPlaceReader:
-        return InPlaceReader(self.reader.medium, self.record, self.logged)
+        return InPlaceReader(self.reader.medium, self.record, self.log_state)
 
     @property
     def contents(self) -> bytes:
         """The contents, as of the log."""
-        return self.logged.contents or self.record.contents
+        return self.log_state.contents or self.record.contents
 
     @property
     def where(self) -> str:
@@ -138,10 +138,10 @@ class OpenVersion:
                 f"{committed[bad].tobytes().hex()}, found {found[bad].tobytes().hex()}"
             )
         # After the comparison: the digests are those of the bytes as they were committed.
-        if address is not None and self.logged.changes:
+        if address is not None and self.log_state.changes:
             rows = (*columns, moved.address)
             for index, begin, size, at in zip(*(each.tolist() for each in rows), strict=True):
-                self.logged.over(index, begin, memory(at, size))
+                self.log_state.over(index, begin, memory(at, size))
         return expected
 
     def check(self, storages: Column) -> None:
