@@ -110,7 +110,8 @@ def newest_catalogue(medium: Medium, uuid: bytes, known: Catalogue | None = None
         if (failure is not None or damage) and read_roots(medium, uuid) != roots:
             continue
         if failure is not None and (found is None or not found.models):
-            raise failure  # an empty pool in place of a damaged one would hide the loss
+            # An empty pool in place of a damaged one would hide the loss (decision 0071).
+            raise failure
         assert found is not None
         for each in damage:
             _log.error("%s", each)

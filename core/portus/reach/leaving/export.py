@@ -84,13 +84,13 @@ def write(
         done.no_weights = [name for name in tensors if not name.startswith(prefix)]
         tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     done.tensors = len(tensors)
+    if not tensors and (options.names or not options.is_torch):
+        raise UsageError(f"{where} has no tensor of such a name; portus show lists them")
     if options.is_torch:
         found, done.left_out = pickle_state(state), []
         # The archive's name in torch's files without a name.
         _write(out, found.image("archive"), map(stored.units, found.storages), advance)
         return done
-    if not tensors:
-        raise UsageError(f"{where} has no tensor of such a name; portus show lists them")
     done.shared = _shared_names(tensors)
     tensors = _shorten(tensors, options.strip)
     noted = {} if about is None else {"portus": json.dumps(about)}
