@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -204,14 +204,6 @@ class Segments:
             length=self.length[which],
             row=self.row[which],
         )
-
-    def of_units(self, rows: Column) -> Segments:
-        """Return the segments of some units, by their rows, in the order of ``rows``; the new rows
-        count from 0."""
-        first = np.searchsorted(self.row, rows, "left")
-        counts = np.searchsorted(self.row, rows, "right") - first
-        index = ranges(first, counts)
-        return replace(self.part(index), row=np.repeat(np.arange(len(rows)), counts))
 
     def pieces(self, size_max: int) -> Segments:
         """Return the same bytes in segments of ``size_max`` at most, each a unit of its own."""
