@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
-from msgspec.structs import replace
-
 from portus.cli import words
 from portus.cli.options import POOL, Text, argument, group, option
 from portus.cli.output import FOUND, Json, Output, Row, counter
@@ -49,6 +47,9 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
         models = mirrors.models()
         if not models and mirrors.has_files_alone():
             raise UsageError(f"{address}: {LOG_LOST}")
+        for model in mirrors.lost_runs():
+            output.code = FOUND
+            output.line(f"{address}: {model}: {LOG_LOST}")
         for model in models:
             state = mirrors.of(model).read()
             own = [each.info for each in local.values() if each.info.model == model]
@@ -222,19 +223,16 @@ def _count_again(
     log ``has_lost`` entries, all that have a digest beside them. Yields as ``_results``."""
     is_new = not mirrored.read().number
     found = [(each, _time_here(each, root)) for each in mirrored.find_lost()]
-    lost = [
-        each if time_ns is None else replace(each, time_ns=time_ns)
-        for each, time_ns in found
-        if has_lost or time_ns is not None
-    ]
+    lost = [each for each, time_ns in found if has_lost or time_ns is not None]
+    saved_ns = {each.path: time_ns for each, time_ns in found if time_ns is not None}
 
     def restore() -> None:
         claim(mirrored, "mirror repair")
-        mirrored.restore(lost)
+        mirrored.restore(lost, saved_ns)
 
     if lost:
         retry(restore)
-    if is_new:
+    if is_new and lost:
         yield "log", "restored", f"{mirrored.model}: its log", {"log": True, "files": len(lost)}
     for each in lost:
         path = f"{mirrored.model}: {printable(each.path)}"

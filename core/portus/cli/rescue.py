@@ -20,6 +20,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.rebuild import choose, chunks_of, rebuild
 from portus.reach.index.rescue import RecoverableVersion, find_versions
 from portus.reach.index.rescue import is_whole as is_version_whole
+from portus.reach.index.roots import read_slots
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 
@@ -141,10 +142,16 @@ def _in_place(path: str) -> str:
     with contextlib.ExitStack() as stack:
         locks = stack.enter_context(contextlib.closing(lock(path, _FILES)))
         medium = stack.enter_context(contextlib.closing(_FILES.open(path, writable=True)))
+        # Searched again: it may have been repaired, and saved to, before we had the lock.
+        whole = [found for found, is_whole, _ in _look(path, medium) if is_whole]
+        newest = max((each.root.sequence for each in read_slots(medium) if each), default=0)
+        # A writer would take a whole version of a lost root for one that was never committed.
+        is_lost = any(each.record.info.commit > newest for each in whole)
         try:
-            PoolWriter(medium, locks)
+            if not is_lost:
+                PoolWriter(medium, locks)
         except CorruptionError:
-            # Searched again: it may have been repaired, and saved to, before we had the lock.
-            whole = [found for found, is_whole, _ in _look(path, medium) if is_whole]
+            is_lost = True
+        if is_lost:
             rebuild(medium, _some(path, medium, whole))
     return path

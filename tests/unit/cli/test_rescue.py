@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -148,6 +150,24 @@ def test_a_slot_that_rotted_is_put_right_in_place(run: Run) -> None:
     assert command("verify", "--pool", run.net).code == 3
     assert command("rescue", run.net, "--in-place").code == 0
     assert command("verify", "--pool", run.net).code == 0
+
+
+def test_the_newest_version_comes_back_if_both_places_of_its_slot_rotted(run: Run) -> None:
+    with run.net.open("rb") as file:
+        newest = max(SLOT_OFFSETS[:2], key=partial(sequence_at, file))
+    overwritten(run.net, *((each, SLOT.size) for each in (newest, newest + 4 * PAGE)))
+    assert [each["step"] for each in portus_json("rescue", run.net)["versions"]] == [10, 20]
+    assert command("rescue", run.net, "--in-place").code == 0
+    with PoolView(run.net) as view:
+        for step, saved in run.states.items():
+            assert_same(view.load("net", step), saved)
+
+
+def sequence_at(file: BinaryIO, offset: int) -> int:
+    file.seek(offset)
+    sequence = SLOT.unpack(file.read(SLOT.size))["sequence"]
+    assert isinstance(sequence, int)
+    return sequence
 
 
 def test_a_pool_file_that_lost_its_directory_and_its_name_is_found_by_any_name(run: Run) -> None:

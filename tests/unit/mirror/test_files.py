@@ -375,19 +375,41 @@ def test_the_newest_upload_that_is_as_its_digest_says_is_found_where_the_log_is_
     assert fetched(found(), "last.ckpt", tmp_path / "back") == second
 
 
+def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
+    tmp_path: Path, store: FileStore, files: MirroredFiles
+) -> None:
+    for step in (90, 80):
+        made(tmp_path / f"step={step}.ckpt", step)
+        put(files, tmp_path / f"step={step}.ckpt")
+    store.delete([each.name for each in store.list("run/_portus/log/")])
+    fresh = MirroredFiles(store, "run", "the store")
+    lost = fresh.find_lost()
+    assert len(lost) == 2
+    fresh.claim("a repair", RUN, passing=True)
+    fresh.restore(lost, {"step=90.ckpt": 1_000})
+    newest = fresh.read().newest_file
+    assert newest is not None
+    assert (newest.path, newest.time_ns) == ("step=90.ckpt", 1_000)
+    said = fresh.state.file("step=80.ckpt")
+    assert said is not None
+    assert said.time_ns < 1_000
+
+
 def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     tmp_path: Path, store: FileStore, files: MirroredFiles
 ) -> None:
     sent = []
-    for name in ("s1/a.ckpt", "s1/b.ckpt"):
+    for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
         made(tmp_path / "part", 10)
         with open_file(str(tmp_path / "part")) as file:
             sent.append(files.upload(name, file, Stop(), step=1, time_ns=1))
         assert files.find_lost() == []
+    files._put_digest(sent[0])
+    assert files.find_lost() == [], "killed between the two digests"
     files.count(sent)
     store.delete([each.name for each in store.list("run/_portus/log/")])
     lost = MirroredFiles(store, "run", "the store").find_lost()
-    assert sorted(each.path for each in lost) == ["s1/a.ckpt", "s1/b.ckpt"]
+    assert sorted(each.path for each in lost) == ["checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"]
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(

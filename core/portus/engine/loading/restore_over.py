@@ -216,6 +216,7 @@ class StoredState:
         index = self._index.get(storage._cdata, -1)
         if index >= 0 and self._in_file[index] >= 0 and self._verified is not None:
             self._verified.fetch(self._in_file[[index]], np.array([storage.data_ptr()], np.int64))
+            self._in_file[index] = -1
 
     def units(self, storage: torch.UntypedStorage) -> Iterator[memoryview]:
         """Yield the units of a storage of the outline, verified; each is valid until the next."""

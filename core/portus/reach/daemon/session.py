@@ -116,7 +116,7 @@ class ServedConnection:
                 return
             self._serve(hosted)
             self._log_end("the client said goodbye")
-        except (TransportError, UsageError) as error:  # UsageError: the host closed it, at its end
+        except PortusError as error:  # also the answer to a client that the host turned out
             self._log_end(self.place.why or str(error))
 
     def _log_end(self, why: str) -> None:

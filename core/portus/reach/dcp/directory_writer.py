@@ -181,8 +181,11 @@ class PortusStorageWriter(StorageWriter):
         checkpoint. Raises as ``portus.dcp.async_save``.
         """
         self._options = _SaveOptions(files or {}, step, not blocking, fenced)
-        with call_torch():
-            self._save(state, checkpoint_id, process_group)
+        try:
+            with call_torch():
+                self._save(state, checkpoint_id, process_group)
+        finally:  # those of a save that failed are not the next one's
+            self._options = _SaveOptions()
         assert self.last is not None
         return self.last
 

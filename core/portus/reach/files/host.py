@@ -431,10 +431,10 @@ class HostDraft:
                 if not (isinstance(answer, said.Refused) and answer.fault is said.Fault.FULL):
                     self._check(answer, indices, digests, feeds, reached)
         except BaseException:
-            if reached is not None:
+            if self._reached is not None:
                 # End all access of the host, and keep no registered memory for later saves.
                 self._pool.links.revoke(link)
-                reached.regions.forget()
+                self._reached.regions.forget()
             raise
         hashed = expect(answer, said.Hashed)  # full: it may be offered again
         self._bounced += min(size, hashed.bounced)

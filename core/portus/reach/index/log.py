@@ -178,15 +178,16 @@ class LogState:
         for first, data in self.changes.get(storage, ()):
             length, windows = data.shape[1], len(target) - data.shape[1] + 1
             inside = (first >= start) & (first < start + windows)
-            if inside.any() and length:
+            inside &= 0 < length < 1 << 31  # numpy has no longer items
+            if inside.any():
                 # Every byte begins a window; the windows of patches are overwritten as a whole.
                 whole = np.ndarray(windows, f"V{length}", target, strides=(1,))
                 whole[first[inside] - start] = data[inside].view(f"V{length}")[:, 0]
-            for row in np.flatnonzero(~inside).tolist():  # partly in the target, or not at all
+            partly = ~inside & (first < start + len(target)) & (first + length > start)
+            for row in np.flatnonzero(partly).tolist():
                 at = int(first[row])
                 low, high = max(at, start), min(at + length, start + len(target))
-                if low < high:
-                    target[low - start : high - start] = data[row, low - at : high - at].data
+                target[low - start : high - start] = data[row, low - at : high - at].data
 
 
 def read_log(medium: ReadableMedium, record: VersionRecord) -> LogState:

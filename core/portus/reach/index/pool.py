@@ -212,7 +212,12 @@ class PoolWriter(PoolReader):
         # The last moment: if another program committed to the pool, this would overwrite its root.
         self._look()
         self._unsure.add(root.slot)  # until the store has returned: it may write only a part
-        stored = store_root(self.medium, self.uuid, root)
+        try:
+            stored = store_root(self.medium, self.uuid, root)
+        except BaseException:
+            # One of its places may have it, and readers may see it: no page of it may be reused.
+            self.medium.poison("a root was stored in part")
+            raise
         self._slots[root.slot] = root
         self._unsure.discard(root.slot)
         self._persist(stored)

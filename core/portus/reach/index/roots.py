@@ -12,6 +12,7 @@ stored first. Anything else is a pool, or other data, and is left alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection, Sequence
@@ -21,7 +22,7 @@ from typing import Any, Final, NamedTuple
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
-from portus.errors import CorruptionError, UsageError
+from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.format.layout import DATA_START, FORMAT_VERSION, MAGIC, SLOT, SLOT_OFFSETS
 from portus.reach.index.records import NOWHERE, Pointer
 
@@ -87,13 +88,15 @@ def is_blank(medium: Medium) -> bool:
     first, second, *copies = read_slots(medium)
     if first or second:
         return False
-    if any(copies):  # maybe in caches only
-        return all(copy is None or copy.root.is_first for copy in copies)
     header = bytearray(DATA_START)
     medium.load(0, memoryview(header))
-    for offset in SLOT_OFFSETS[2:]:
+    is_begun = any(any(header[offset : offset + SLOT.size]) for offset in SLOT_OFFSETS[:2])
+    for offset in SLOT_OFFSETS:
         header[offset : offset + SLOT.size] = bytes(SLOT.size)  # may be torn
-    return not any(header)
+    if any(header):
+        return False
+    # The copies were durable before the slots were begun, and may be torn before that.
+    return all(copy.root.is_first if copy is not None else not is_begun for copy in copies)
 
 
 def store_root(
@@ -123,8 +126,22 @@ def load_slots(medium: Medium) -> list[bytes]:
     """Return the bytes of all places of slots."""
     # All at once: each look at a pool on a storage host begins with them.
     data = memoryview(bytearray(SLOT_OFFSETS[-1] + SLOT.size))
-    medium.load(0, data)
+    try:
+        medium.load(0, data)
+    except MediumError:
+        # A sector that cannot be read may be that of one place, or of none.
+        found = [_load_slot(medium, offset) for offset in SLOT_OFFSETS]
+        if not any(map(any, found)):
+            raise
+        return found
     return [bytes(data[offset : offset + SLOT.size]) for offset in SLOT_OFFSETS]
+
+
+def _load_slot(medium: Medium, offset: int) -> bytes:
+    data = bytearray(SLOT.size)
+    with contextlib.suppress(MediumError):
+        medium.load(offset, memoryview(data))
+    return bytes(data)
 
 
 def unpack_slots(name: str, places: Sequence[bytes]) -> list[Slot | None]:

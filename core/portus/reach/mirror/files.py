@@ -8,6 +8,7 @@ reader takes that for the file: its digest differs.
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -169,8 +170,8 @@ class MirroredFiles(Mirror):
         self._uncounted.clear()
 
     def _put_digest(self, filed: FileAdded) -> None:
-        """Put the digest beside a file. Only once all files of its checkpoint are there: ``lost``
-        takes a file with a digest for a part of a whole one."""
+        """Put the digest beside a file. Only once all files of its checkpoint are there:
+        ``find_lost`` takes a file with a digest for a part of a whole one."""
         self._objects.put(filed.name + DIGEST_SUFFIX, digest_line(filed.name, filed.digest))
 
     def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
@@ -186,25 +187,31 @@ class MirroredFiles(Mirror):
 
     def find_lost(self) -> list[FileAdded]:
         """Return facts for ``restore`` of the objects that have a digest beside them, and no entry
-        of the log: the newest of each path that is not there, and rather one that is as its digest
-        says. Reads those with the same path."""
+        of the log. Of several for one path, the newest one that is as its digest says; these are
+        read. Of a directory with a step in its name, none if one of its files has no digest: its
+        upload had not ended. ``time_ns``: of the upload."""
         there = {each.name: each for each in self.objects_without_entry()}
+        partial = {
+            posixpath.dirname(name)
+            for name in there
+            if not name.startswith(OWN)
+            and not name.endswith(DIGEST_SUFFIX)
+            and name + DIGEST_SUFFIX not in there
+        }
         found: dict[str, list[FileAdded]] = {}
         for each in sorted(there.values(), key=lambda each: each.modified, reverse=True):
             path, beside = path_of(each.name), each.name + DIGEST_SUFFIX
             if path is None or self.state.file(path) is not None or beside not in there:
+                continue
+            directory = posixpath.dirname(path)
+            if directory in partial and step_in(directory) is not None:
                 continue
             said = (self._objects.get(beside) or b"").partition(b" ")[0].decode(errors="replace")
             if _DIGEST.fullmatch(said):
                 sent, time_ns = bytes.fromhex(said), int(each.modified * 1e9)
                 fact = FileAdded(path, each.name, sent, each.size, step_in(path) or 0, time_ns, 0)
                 found.setdefault(path, []).append(fact)
-        lost = [some[0] if len(some) == 1 else self._first_whole(some) for some in found.values()]
-        # Uploads go newest first, so later times may be of earlier steps.
-        stepped = sorted((fact for fact in lost if fact.step), key=lambda fact: fact.step)
-        times = sorted(fact.time_ns for fact in stepped)
-        timed = {fact.path: time for fact, time in zip(stepped, times, strict=True)}
-        return [replace(fact, time_ns=timed.get(fact.path, fact.time_ns)) for fact in lost]
+        return [some[0] if len(some) == 1 else self._first_whole(some) for some in found.values()]
 
     def _first_whole(self, files: Sequence[FileAdded]) -> FileAdded:
         """Return the first of the files that is as its digest says; the first one if none is."""
@@ -215,15 +222,25 @@ class MirroredFiles(Mirror):
                 return each
         return files[0]
 
-    def restore(self, lost: Sequence[FileAdded]) -> None:
-        """Make files of ``find_lost`` count again. Call it after ``claim``."""
-        state, facts = self.state, []
-        newest = state.newest_file
-        for each in lost:
-            time_ns = each.time_ns
-            if newest is not None and 0 < each.step < (step_in(newest.path) or 0):
-                time_ns = min(time_ns, newest.time_ns - 1)  # it does not become the newest
-            facts.append(replace(each, time_ns=time_ns, term=state.term_at(time_ns)))
+    def restore(self, lost: Sequence[FileAdded], saved_ns: Mapping[str, int] | None = None) -> None:
+        """Make files of ``find_lost`` count again. Call it after ``claim``. saved_ns: when some of
+        them were saved, by their paths."""
+        known = saved_ns or {}
+        timed = [replace(each, time_ns=known.get(each.path, each.time_ns)) for each in lost]
+        counted = {each.path: each for each in self.state.files}
+        later_ns: dict[int, int] = {}
+        facts = []
+        # Uploads go newest first, so the later of two may be of the earlier step.
+        every = [*timed, *counted.values()]
+        for each in sorted(every, key=lambda each: step_in(each.path) or 0, reverse=True):
+            time_ns, step = each.time_ns, step_in(each.path)
+            if step is not None:
+                above = min((ns for at, ns in later_ns.items() if at > step), default=time_ns + 1)
+                if each.path not in known and each.path not in counted:
+                    time_ns = min(time_ns, above - 1)
+                later_ns[step] = min(later_ns.get(step, time_ns), time_ns)
+            if each.path not in counted:
+                facts.append(replace(each, time_ns=time_ns, term=self.state.term_at(time_ns)))
         self._say(facts)
 
     def link(self, path: str, target: str) -> None:

@@ -448,9 +448,21 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if self._is_lost(state):
             assert state.newest_file is not None
             raise self._elsewhere(state.newest_file)
+        has_lost = bool(self._mirror.damage) or not state.number
         state = self._mirror.claim(who(), bytes.fromhex(self._own_run))
         with self._guard:
             self._write_note()
+        # Before the sweep, which deletes what no entry names.
+        if has_lost and (lost := self._mirror.find_lost()):
+            _log.error(
+                "portus: %s: entries of the log of run %r were lost: %d files count again by the "
+                "digests beside them; portus mirror repair reads them",
+                self.address,
+                self._model,
+                len(lost),
+            )
+            self._mirror.restore(lost)
+            state = self._mirror.state
         try:
             self._mirror.sweep()
         except UsageError as error:  # no right to delete

@@ -461,9 +461,11 @@ class HostMedium(ReadOnlyMedium):
             return
         with self._links.lend() as link:
             usual_s, link.silence_s = link.silence_s, self._links.answer_s
-            with _reading(link, [offset], [target.nbytes]):
-                link.fill(target.cast("B"))
-            link.silence_s = usual_s
+            try:
+                with _reading(link, [offset], [target.nbytes]):
+                    link.fill(target.cast("B"))
+            finally:
+                link.silence_s = usual_s
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """Fetch straight into the targets, and return the digests of what arrived."""

@@ -264,7 +264,10 @@ class Rings:
         while not self._turns.acquire(timeout=0.1):
             link.watch(since_s)
         try:
-            ring = self._free.pop() if self._free else Ring(self._domain)
+            try:
+                ring = self._free.pop()  # another thread may take the last one
+            except IndexError:
+                ring = Ring(self._domain)
             ring.medium = medium
             try:
                 yield ring

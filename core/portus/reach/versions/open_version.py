@@ -24,7 +24,6 @@ from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import LogState, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.versions.parallel import Rooms
 
 _KEPT: Final = 4
 """Units of the bytes around storages to keep, for as many threads."""
@@ -54,7 +53,6 @@ class OpenVersion:
         """Storages are end to end in the extents of the version: where each begins there."""
         ends = np.cumsum(record.extents["length"].astype(np.int64))
         self._edges: Final[Column] = np.append(0, ends)
-        self._rooms: Final = Rooms(UNIT)
 
     @cached_property
     def log_state(self) -> LogState:
@@ -148,15 +146,15 @@ class OpenVersion:
         """Compare storages with their digests. Raises as ``read``."""
         self.read(storages, np.zeros_like(storages), self.lengths[storages], None)
 
-    def units(self, rows: Sequence[_Part]) -> bytes:
+    def units(self, rows: Sequence[_Part]) -> memoryview:
         """Return whole units, end to end: ``UNIT`` bytes together at most. Raises as ``read``."""
         self._stop.check()
         if not rows:
-            return b""
+            return memoryview(b"")
         storage, start, length = np.array(rows, np.int64).T
-        with self._rooms.lent(int(length.sum())) as room:
-            self.read(storage, start, length, room.ctypes.data + np.cumsum(length) - length)
-            return bytes(room.data)
+        found = np.empty(int(length.sum()), np.uint8)
+        self.read(storage, start, length, found.ctypes.data + np.cumsum(length) - length)
+        return found.data
 
     def name(self, index: int) -> str:
         """Return the name of a storage, for errors. Reads no storage: one may be damaged."""
@@ -209,7 +207,7 @@ class VersionFile:
         self._first: Final = sum(len(each.length) for each in files[:number])
         self._around: Final = sum(len(each.length) for each in files) + number
         """The storage with the bytes around those of the file."""
-        self._kept: Final[dict[int, bytes]] = {}
+        self._kept: Final[dict[int, memoryview]] = {}
         """The units around storages that were read last, by their first bytes."""
 
     @property
@@ -288,7 +286,7 @@ class VersionFile:
     def _together(self, parts: Sequence[_Part]) -> Iterator[memoryview]:
         """Yield the bytes of parts, with one read for all units that are not around storages."""
         own = [each for each in parts if each.storage != self._around]
-        data = memoryview(self._version.units(own))
+        data = self._version.units(own)
         for each in parts:
             if each.storage == self._around:
                 yield self._kept_part(each)
@@ -305,7 +303,7 @@ class VersionFile:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
             self._kept[begin] = found
-        return memoryview(found)[part.start - begin :][: part.length]
+        return found[part.start - begin :][: part.length]
 
 
 @contextlib.contextmanager

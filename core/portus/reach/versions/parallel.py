@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from portus.engine.copying.thread import JoinableThread, finish
+from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -41,24 +41,20 @@ def abreast(
     """Yield the results of ``work`` on each item, ``count`` at a time, in the order of the items.
 
     At most ``count`` results are made in advance, or ``ahead`` if that is more. The error of an
-    item is raised in its turn, and after it no further item begins. No thread is left when the
-    iterator is exhausted or closed: a caller that stops early closes it (``contextlib.closing``).
+    item is raised in its turn. No thread is left when the iterator is exhausted or closed: a caller
+    that stops early closes it (``contextlib.closing``).
     """
     asked: queue.SimpleQueue[tuple[_Item, Future[_Result]] | None] = queue.SimpleQueue()
     threads: list[JoinableThread] = []
     under_way: list[Future[_Result]] = []
-    failed: list[BaseException] = []
 
     def take_part() -> None:
         while (turn := asked.get()) is not None:
             item, result = turn
             if result.set_running_or_notify_cancel():
                 try:
-                    if failed:
-                        raise failed[0]
                     result.set_result(work(item))
                 except BaseException as error:
-                    failed.append(error)
                     result.set_exception(error)
 
     try:
@@ -89,9 +85,32 @@ def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count:
     After an error, or Ctrl-C, no further item begins. It is raised when those under way have ended.
     No thread is left.
     """
-    with contextlib.closing(abreast(work, items, count, len(items))) as results:
-        for _ in results:
-            pass
+    shared, failed = SharedIterator(items), list[BaseException]()
+
+    def take_part() -> None:
+        try:
+            for item in shared:
+                work(item)
+        except BaseException as error:
+            failed.append(error)
+            shared.end()
+
+    # Not a pool of threads: the exit of the process would wait for what they hang in.
+    threads = [
+        JoinableThread(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))
+    ]
+    begun: list[JoinableThread] = []
+    try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
+        for thread in begun:
+            thread.join()
+    finally:
+        shared.end()
+        finish(begun)
+    if failed:
+        raise failed[0]
 
 
 Room = npt.NDArray[np.uint8]

@@ -40,9 +40,7 @@ def read(guest: Guest, message: said.Read) -> Said:
 
 def check_ranges(guest: Guest, message: said.Check) -> Said:
     """Return the digests of storages in the pool."""
-    moved, size = _sources(guest, message), guest.writer.medium.size
-    if moved.size > size:
-        raise UsageError(f"check: {moved.size} bytes, of a pool of {size}")
+    moved = _sources(guest, message)
     with guest.hashing() as stop:
         return said.Hashed(check(guest.writer.medium, moved, stop).tobytes())
 
@@ -169,6 +167,8 @@ def _sources(guest: Guest, message: said.Check | said.Push) -> Sources:
     ``UsageError`` if they are not in the pool."""
     lengths = column(message.lengths, "lengths")
     offsets, sizes = _ranges_inside(guest, message.ranges)
+    if (size := int(lengths.sum())) > guest.writer.medium.size:
+        raise UsageError(f"{size} bytes, of a pool of {guest.writer.medium.size}")
     guest.link.room(STORAGE_MOVED * len(lengths) + _RANGE_MOVED * len(sizes))
     nowhere = np.ones(len(lengths), np.int64)
     return Sources(address=nowhere, length=lengths, extent_offset=offsets, extent_length=sizes)
