@@ -97,6 +97,15 @@ def old_pool() -> bytes:
     return bytes(content)
 
 
+@pytest.mark.parametrize("length", [1, 3 * PAGE, 5 * PAGE])
+def test_an_empty_pool_whose_first_pages_have_other_data_is_not_blank(length: int) -> None:
+    medium = memory(SIZE)
+    format_pool(medium)
+    medium.store(0, b"x" * length)
+    medium.store(PAGE, b"x" * length)
+    assert is_blank(medium) == (length == 1), "a slot may be torn by a crash; the rest may not"
+
+
 @pytest.mark.long
 def test_every_crash_leaves_a_blank_device_or_a_pool() -> None:
     found = Explorer(

@@ -323,6 +323,22 @@ def test_what_the_run_removes_stays_where_what_replaced_it_cannot_be_mirrored(
     assert bucket.files() == {"ckpt/1.ckpt": 1}
 
 
+def test_a_run_that_finds_its_log_lost_sweeps_nothing_and_counts_what_is_there(
+    bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(bucket, tmp_path / "run").begin()
+    for step in (1, 2):
+        run.save(f"{step}.ckpt", step).wait()
+        until(lambda step=step: f"ckpt/{step}.ckpt" in bucket.files())  # type: ignore[misc]
+    run.files.close()
+    os.remove(tmp_path / "run/ckpt/1.ckpt")
+    bucket.behind.delete([each.name for each in bucket.behind.list("run/_portus/log/")])
+    again = Run(bucket, tmp_path / "run").begin()
+    again.files.close()
+    assert "were lost: 2 files count again" in caplog.text
+    assert bucket.files() == {"ckpt/1.ckpt": 1, "ckpt/2.ckpt": 2}
+
+
 def test_a_file_under_upload_is_no_spare(bucket: Bucket, tmp_path: Path) -> None:
     """The next save would write over the bytes that are being sent."""
     run = Run(bucket, tmp_path / "run").begin()

@@ -1,6 +1,6 @@
 """A pool pulls from and pushes to the memory of a client, one-sided, by verbs.
 
-Theory. A transfer is cut into segments (``base``), and these into batches of whole units, 16 MiB at
+Theory. A transfer is cut into segments, and these into batches of whole units, 16 MiB at
 most. A few batches are under way at once. When all requests of the oldest have completed, the
 processor of this machine hashes it while the others continue.
 
