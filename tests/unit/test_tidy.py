@@ -40,6 +40,7 @@ BROAD_EXCEPT = {
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: abreast": "raised where the result is taken",
+    "core/portus/reach/versions/parallel.py: in_any_order": "raised when the threads are over",
     "core/portus/reach/versions/parallel.py: take_part": "raised where the result is taken",
     "core/portus/engine/copying/thread.py: finish": "raised when the threads are over",
     "core/portus/engine/copying/local.py: _together": "raised in the thread that waits for it",
@@ -99,6 +100,7 @@ LARGE = {
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
+    "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "reach/mirror/objects": "every object that a mirror may have",
