@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 
-from portus.errors import CorruptionError
+from portus.errors import CorruptionError, MediumError
 from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
@@ -143,6 +144,29 @@ def test_a_rotten_newest_slot_hides_no_version(
     pool.save("a", 3, [b"three"])
     assert listed(pool.open_reader()) == [("b", 7), ("a", 2), ("a", 3)]
     assert check(pool.open_reader()) == []
+
+
+def test_a_root_that_was_stored_in_one_place_alone_ends_all_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Readers may see it: nothing that it reaches may be written over."""
+    pool = Pool()
+    pool.save("a", 1, [b"one"])
+    store, seen = pool.medium.store, list[int]()
+
+    def full(offset: int, data: bytes | memoryview) -> None:
+        seen.extend({offset} & {*SLOT_OFFSETS})
+        if len(seen) == 2:
+            raise MediumError(errno.ENOSPC, "full")
+        store(offset, data)
+
+    monkeypatch.setattr(pool.medium, "store", full)
+    with pytest.raises(MediumError, match="full"):
+        pool.save("a", 2, [b"two"])
+    monkeypatch.undo()
+    assert len(seen) == 2
+    with pytest.raises(MediumError, match="no more writes: a root was stored in part"):
+        pool.save("a", 3, [b"three"])
 
 
 def test_a_slot_that_a_crash_tore_leads_to_the_commit_before() -> None:

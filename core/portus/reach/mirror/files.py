@@ -8,6 +8,8 @@ reader takes that for the file: its digest differs.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -228,19 +230,19 @@ class MirroredFiles(Mirror):
         known = saved_ns or {}
         timed = [replace(each, time_ns=known.get(each.path, each.time_ns)) for each in lost]
         counted = {each.path: each for each in self.state.files}
-        later_ns: dict[int, int] = {}
-        facts = []
+        every = sorted([*timed, *counted.values()], key=_step_of, reverse=True)
+        facts, before_ns = [], math.inf
         # Uploads go newest first, so the later of two may be of the earlier step.
-        every = [*timed, *counted.values()]
-        for each in sorted(every, key=lambda each: step_in(each.path) or 0, reverse=True):
-            time_ns, step = each.time_ns, step_in(each.path)
-            if step is not None:
-                above = min((ns for at, ns in later_ns.items() if at > step), default=time_ns + 1)
-                if each.path not in known and each.path not in counted:
-                    time_ns = min(time_ns, above - 1)
-                later_ns[step] = min(later_ns.get(step, time_ns), time_ns)
-            if each.path not in counted:
-                facts.append(replace(each, time_ns=time_ns, term=self.state.term_at(time_ns)))
+        for step, files in itertools.groupby(every, _step_of):
+            first_ns = before_ns
+            for each in files:
+                time_ns = each.time_ns
+                if step >= 0 and each.path not in known and each.path not in counted:
+                    time_ns = int(min(time_ns, before_ns - 1))
+                first_ns = min(first_ns, time_ns)
+                if each.path not in counted:
+                    facts.append(replace(each, time_ns=time_ns, term=self.state.term_at(time_ns)))
+            before_ns = first_ns
         self._say(facts)
 
     def link(self, path: str, target: str) -> None:
@@ -333,3 +335,9 @@ class MirroredFiles(Mirror):
         found = [name + more for name in names for more in ("", DIGEST_SUFFIX)]
         if found:
             self._objects.delete(found)
+
+
+def _step_of(filed: FileAdded) -> int:
+    """Return the step in the path of a file; -1 if there is none."""
+    step = step_in(filed.path)
+    return -1 if step is None else step
