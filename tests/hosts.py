@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from portus.reach.daemon.counters import Counters
+from portus.reach.daemon.leader import OtherHost
 from portus.reach.daemon.mirrors import TenantMirrors
 from portus.reach.daemon.places import CONNECTIONS, Places
 from portus.reach.daemon.pools import Pools, Quotas
-from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.daemon.server import Server, open_listener
 from portus.reach.daemon.shared_state import MEMORY, ClientTimeouts, House

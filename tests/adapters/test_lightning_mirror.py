@@ -17,7 +17,7 @@ import torch
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import FileAdded
-from portus.reach.mirror.opening import open_file_store
+from portus.reach.mirror.opening import open_store
 from portus_lightning import PortusIO
 from tests.adapters import lost_script
 from tests.adapters.launching import TWO
@@ -70,7 +70,7 @@ def lose_its_machine(
 
 def counted(mirror: Path) -> dict[str, FileAdded]:
     """The files that count, by their paths."""
-    with contextlib.closing(open_file_store(parse(f"file://{mirror}"))) as store:
+    with contextlib.closing(open_store(parse(f"file://{mirror}"))) as store:
         files = MirroredFiles(store, "ckpt", "mirror").read().files
     return {each.path: each for each in files}
 

@@ -376,7 +376,7 @@ def test_strategies_that_save_in_shards_go_through_directories_or_a_host(
     (tmp_path / "one.portus").touch()
     refused = bypass(strategy, PortusIO(pool=tmp_path / "one.portus").run)
     assert ("shards go to a directory, or to a storage host" in refused) == is_sharded
-    with pytest.raises(portus.UsageError, match="objects on a storage host are small"):
+    with pytest.raises(portus.UsageError, match="a storage host is no mirror"):
         PortusIO(mirror="portus://host:7117")
     for io in (PortusIO(), PortusIO(pool="portus://host:7117")):
         assert warnings_for(Fake(strategy), io.run) == []

@@ -17,7 +17,7 @@ from typing import Final
 import pytest
 
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.mirror.store import FileStore, MissingError, Store
+from portus.reach.mirror.store import MissingError, Store
 
 RACERS: Final = 8
 CLOCK_S_MAX: Final = 60.0
@@ -246,18 +246,8 @@ class StoreContract(abc.ABC):
             store.put("a", b"y")
         assert self.read_behind("a") == b"x"
 
-
-class FileStoreContract(StoreContract):
-    """Tests of a ``FileStore``, besides."""
-
-    @abc.abstractmethod
-    def open(self) -> FileStore:
-        """Open the place of this test, as in ``StoreContract``."""
-
     @pytest.mark.parametrize("size", [0, 1, 16 << 20, (35 << 20) + 7])
-    def test_a_stream_becomes_one_object_however_it_is_cut(
-        self, store: FileStore, size: int
-    ) -> None:
+    def test_a_stream_becomes_one_object_however_it_is_cut(self, store: Store, size: int) -> None:
         data = random.Random(3).randbytes(size)
         cuts = [data[at : at + (3 << 20)] for at in range(0, size, 3 << 20)]
         store.put_stream("a/big=1.ckpt", iter(cuts), size)
@@ -265,7 +255,7 @@ class FileStoreContract(StoreContract):
         assert [(each.name, each.size) for each in store.list("")] == [("a/big=1.ckpt", size)]
 
     @pytest.mark.parametrize("before", [0, 1, (20 << 20)])
-    def test_a_stream_that_raises_changes_nothing(self, store: FileStore, before: int) -> None:
+    def test_a_stream_that_raises_changes_nothing(self, store: Store, before: int) -> None:
         store.put("a", b"as it was")
 
         def parts() -> Iterator[bytes]:
@@ -281,7 +271,7 @@ class FileStoreContract(StoreContract):
 
     @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
     def test_a_stream_changes_nothing_if_another_object_came_meanwhile(
-        self, store: FileStore, size: int
+        self, store: Store, size: int
     ) -> None:
         store.put("a", b"as it was")
 
@@ -296,7 +286,7 @@ class FileStoreContract(StoreContract):
         assert self.read_behind("a") == b"new"
 
     @pytest.mark.parametrize("size", [0, 1, (20 << 20) + 7])
-    def test_a_copy_is_an_object_of_its_own(self, store: FileStore, size: int) -> None:
+    def test_a_copy_is_an_object_of_its_own(self, store: Store, size: int) -> None:
         data = random.Random(4).randbytes(size)
         store.put_stream("a/last.ckpt", [data], size)
         assert store.copy("a/last.ckpt", "b/before/last.ckpt", size)
@@ -306,12 +296,12 @@ class FileStoreContract(StoreContract):
         store.delete(["a/last.ckpt"])
         assert self.read_behind("b/before/last.ckpt") == data
 
-    def test_nothing_is_copied_of_what_is_not_there(self, store: FileStore) -> None:
+    def test_nothing_is_copied_of_what_is_not_there(self, store: Store) -> None:
         with pytest.raises(MissingError, match="never"):
             store.copy("never", "b", 1)
         assert list(store.list("")) == []
 
-    def test_a_stream_replaces_all_of_an_object(self, store: FileStore) -> None:
+    def test_a_stream_replaces_all_of_an_object(self, store: Store) -> None:
         store.put_stream("a", [bytes(17 << 20), b"long"], 0)
         store.put_stream("a", [b"short"], 1 << 40)
         assert self.read_behind("a") == store.get("a") == b"short"

@@ -12,16 +12,15 @@ import obstore
 import pytest
 
 from portus.reach.mirror.address import parse
-from portus.reach.mirror.opening import open_file_store, open_store
-from portus.reach.mirror.store import FileStore, MissingError, Store
-from tests.contract.stores import FileStoreContract, StoreContract
-from tests.hosts import serving, url
+from portus.reach.mirror.opening import open_store
+from portus.reach.mirror.store import Store
+from tests.contract.stores import StoreContract
 from tests.simulation.model_store import ModelStore
 
 NUMBERS = itertools.count()
 
 
-class TestFolder(FileStoreContract):
+class TestFolder(StoreContract):
     @pytest.fixture(autouse=True, params=["/dev/shm", tempfile.gettempdir()])
     def place(self, request: pytest.FixtureRequest) -> Iterator[None]:
         if not os.path.isdir(request.param):
@@ -30,8 +29,8 @@ class TestFolder(FileStoreContract):
             self.root = Path(root, "made", "by the store")
             yield
 
-    def open(self) -> FileStore:
-        return open_file_store(parse(f"file://{self.root}"))
+    def open(self) -> Store:
+        return open_store(parse(f"file://{self.root}"))
 
     def read_behind(self, name: str) -> bytes | None:
         path = self.root / name
@@ -43,17 +42,17 @@ class TestFolder(FileStoreContract):
         path.write_bytes(data)
 
 
-class TestMemory(FileStoreContract):
+class TestMemory(StoreContract):
     @pytest.fixture(autouse=True)
     def place(self) -> None:
         self.name = f"contract-{next(NUMBERS)}"
         self.behind = obstore.store.MemoryStore()
 
-    def open(self) -> FileStore:
+    def open(self) -> Store:
         from portus.reach.mirror import bucket
 
         bucket._MEMORY.setdefault(self.name, self.behind)
-        return open_file_store(parse(f"memory:{self.name}"))
+        return open_store(parse(f"memory:{self.name}"))
 
     def read_behind(self, name: str) -> bytes | None:
         try:
@@ -63,32 +62,6 @@ class TestMemory(FileStoreContract):
 
     def write_behind(self, name: str, data: bytes) -> None:
         obstore.put(self.behind, name, data)
-
-
-class TestHost(StoreContract):
-    """In the memory of a storage host; on its disk they are in a folder."""
-
-    @pytest.fixture(autouse=True)
-    def place(self) -> Iterator[None]:
-        with serving("memory:64M") as server:
-            self.server = server
-            yield
-
-    def open(self) -> Store:
-        return open_store(parse(url(self.server)))
-
-    @property
-    def behind(self) -> Store:
-        return self.server.house.pools.of("default").objects.store
-
-    def read_behind(self, name: str) -> bytes | None:
-        try:
-            return self.behind.get(name)
-        except MissingError:
-            return None
-
-    def write_behind(self, name: str, data: bytes) -> None:
-        self.behind.put(name, data)
 
 
 class TestModelStore(StoreContract):

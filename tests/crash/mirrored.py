@@ -1,7 +1,7 @@
 """Histories of one mirror: several writers and readers on a store whose requests land when they
 like, by a seed. An oracle that sees every object holds them to what was told.
 
-No byte is moved: the content of a file, or of a piece of one, says here which unit is where.
+No byte is moved: the content of a file says here which unit is where.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from itertools import islice
 import msgspec
 import numpy as np
 
-from portus.engine.copying.segments import Digests
 from portus.engine.format.checksum import UNIT, digest, unit_counts
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, TransportError
 from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.mirror.log import MirrorLog, SupersededError, fold
+from portus.reach.mirror.manifest import ReadManifest
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     LOG,
@@ -32,7 +32,6 @@ from portus.reach.mirror.objects import (
     State,
     entry_number,
 )
-from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject, pieces_of
 from portus.reach.mirror.writer import GRACE_S, Version, Writer, read_manifest
 from tests.simulation.model_store import ModelStore, Odds, Unsure, Work
 
@@ -57,26 +56,16 @@ class BrokenError(AssertionError):
     """What was promised does not hold."""
 
 
-def contents(version: Version, number: int, start: int, size: int) -> bytes:
-    """What is in a part of a file of a version."""
+def contents(version: Version, number: int) -> bytes:
+    """What is in a file of a version."""
     counts = unit_counts(version.lengths)
     first, found = (np.cumsum(counts) - counts).tolist(), []
-    for storage, inside, length in FILES[number].spans().within(start, size):
+    for storage, inside, length in FILES[number].spans().within(0, FILES[number].size):
         index = 4 + number if storage == 2 else 2 * number + storage
         for at in range(inside, inside + length, UNIT):
             row = version.digests[first[index] + at // UNIT]
             found.append((at, min(UNIT, inside + length - at), row.tobytes()))
     return msgspec.msgpack.encode(found)
-
-
-def pieces(digests: Digests) -> list[list[Piece]]:
-    """The pieces of the files of a version."""
-    rows = [each.tobytes() for each in digests]
-
-    def around(inside: int, size: int) -> bytes:
-        return b"%d %d %b" % (inside, size, rows[-1])
-
-    return [pieces_of(FILES[0], rows[:3], around), pieces_of(FILES[1], rows[3:5], around)]
 
 
 @dataclass
@@ -85,8 +74,6 @@ class Pool:
 
     uuid: bytes
     values: list[int]
-    in_pieces: bool
-    """Whether the files of its versions are kept so, or whole."""
     commit: int = 0
     versions: list[Version] = field(default_factory=list)
 
@@ -101,8 +88,7 @@ class Pool:
         token = chance.randbytes(16)
         step, size, digests = chance.randrange(100), int(LENGTHS.sum()), np.stack(rows)
         info = VersionInfo(MODEL, self.commit, self.commit, step, token, 0, size)
-        cut = pieces(digests) if self.in_pieces else None
-        self.versions.append(Version(info, self.uuid, LENGTHS, digests, CONTENTS, FILES, cut))
+        self.versions.append(Version(info, self.uuid, LENGTHS, digests, CONTENTS, FILES))
         return self.versions[-1]
 
 
@@ -200,11 +186,8 @@ def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> Rea
 
 def objects_of(mirrored: ReadManifest, version: Version) -> Iterator[tuple[FileObject, bytes]]:
     """The objects of a version, and what is to be in them."""
-    for number, file in enumerate(mirrored.manifest.files):
-        start = 0
-        for each in file:
-            yield each, contents(version, number, start, each.size)
-            start += each.size
+    for number, each in enumerate(mirrored.manifest.files):
+        yield each, contents(version, number)
 
 
 def check(each: FileObject, data: bytes, expected: bytes) -> None:
@@ -268,11 +251,11 @@ class Session:
             return self._collect()
         if what < 0.4:
             return self._remove()
-        if what < 0.8 or not self._pool.versions:
+        if what < 0.6 or not self._pool.versions:
             version = self._pool.save(chance)
             self._history.oracle.truth[version.info.token] = version
             return self._mirror(version)
-        return self._mirror(chance.choice(self._pool.versions[-4:]))
+        return self._mirror(chance.choice(self._pool.versions[-2:]))
 
     def _collect(self) -> Generator[None, None, None]:
         """To its end, or until the run has ended; what it does later it begins anew."""
@@ -290,9 +273,9 @@ class Session:
             names = oracle.objects_of(added)
             damaged = self._history.chance.sample(names, len(names) // 2)
 
-        def put(wanted: WantedObject) -> FileObject:
-            data = contents(version, wanted.number, wanted.start, wanted.size)
-            return self._history.store.put_object(wanted, data)
+        def put(number: int, name: str) -> FileObject:
+            data = contents(version, number)
+            return self._history.store.put_object(name, FILES[number].size, data)
 
         yield from perform(lambda: self._writer.add(version, put, (), damaged))
         self._history.tell(version)
@@ -447,8 +430,7 @@ class History:
         self._sessions.append(Session(self, pool))
 
     def _new_pool(self) -> Pool:
-        in_pieces = self.chance.random() < 0.5
-        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS), in_pieces)
+        return Pool(self.chance.randbytes(16), [0] * len(LENGTHS))
 
     def _end(self) -> None:
         """All that was under way lands; then what was told loads, by the reader's own way."""

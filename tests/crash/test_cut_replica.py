@@ -16,11 +16,9 @@ import pytest
 
 import portus
 from portus.errors import BusyError, PortusError, StaleError, TransportError
+from portus.reach.daemon.leads import Lead
 from portus.reach.daemon.server import Server
-from portus.reach.files.host import HostPool
-from portus.reach.mirror.commit_numbers import REPLICA
-from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import State
+from portus.reach.versions.host import HostPool
 from tests.crash.test_kill_replica import KEEP, Told, state
 from tests.hosts import connect_again_at_once, serving, url
 from tests.moments import until
@@ -65,9 +63,9 @@ class Far:
         for link in (self.front, self.between):
             link.cut_after, link.stalled = None, False
 
-    def log(self) -> State:
-        """What counts."""
-        return Mirror(self.second.house.pools.of("default").objects.below(REPLICA), "net").read()
+    def lead(self) -> Lead:
+        """Who leads the model."""
+        return self.second.house.pools.of("default").leads.of("net")
 
 
 @pytest.fixture
@@ -76,8 +74,8 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far]:
     connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.reach.transport.host.SILENCE_S", SILENCE_S)
     monkeypatch.setattr("portus.reach.transport.host.ANSWER_S", SILENCE_S)
-    monkeypatch.setattr("portus.reach.mirror.commit_numbers.PAUSE_MAX_S", 0.05)
-    monkeypatch.setattr("portus.reach.daemon.replicas._ANSWER_S", SILENCE_S / 4)
+    monkeypatch.setattr("portus.reach.daemon.leader.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.daemon.leader.ANSWER_S", SILENCE_S / 4)
     with (
         serving(tmp_path / "second") as second,
         LossyLink("127.0.0.1", second.listeners[0].port) as between,
@@ -102,7 +100,7 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
         with portus.PoolCheckpointer(far.both, "net", keep=KEEP, durable=2) as saver:
             for _ in range(random_.randint(1, 3)):
                 told.until_saved(saver)
-            assert far.log().terms[-1].pool == pools[0].writer.uuid
+            assert far.lead().pool == pools[0].writer.uuid
             far.front.bytes_s = 4_000_000
             begun, length = far.front.relayed, random_.randrange(SAVE_BYTES)
             handle = told.save(saver)
@@ -120,15 +118,15 @@ def test_a_host_that_is_cut_off_is_left_once_and_leads_no_more(
             told.check(saver)
             told.until_saved(saver)
             assert sum(each > STALL_S for each in stalls) <= 1, stalls
-            newest, term = told.newest, far.log().term
-            assert far.log().terms[-1].pool == pools[1].writer.uuid
+            newest, term = told.newest, far.lead().term
+            assert far.lead().pool == pools[1].writer.uuid
             far.heal()
             until(lambda: is_refused(url(far.first)))
             for _ in range(2):
                 told.until_saved(saver)
             told.check(saver)
             assert told.newest > newest
-            assert far.log().term == term, "the first host took no term"
+            assert far.lead().term == term, "the first host took no term"
         with portus.PoolCheckpointer(url(far.second), "net", durable=2) as resumed:
             assert_same(resumed.load(), state(told.newest))
         if round_ + 1 < CUTS:  # as an operator would, so that the first one leads again

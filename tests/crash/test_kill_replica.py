@@ -16,7 +16,7 @@ import torch
 
 import portus
 from portus.errors import PortusError
-from portus.reach.files.host import HostPool
+from portus.reach.versions.host import HostPool
 from tests.hosts import Host, connect_again_at_once
 from tests.same import assert_same
 

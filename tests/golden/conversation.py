@@ -88,12 +88,15 @@ def talk(link: Link) -> None:
     ask(said.Retire(FIRST))
     ask(said.Note("a save failed"))
     ask(said.Settle("model", bytes(16)), said.Refused)
-    assert ask(said.Put("run/a", False, b"object"), said.Done) == said.Done()
-    assert ask(said.Get("run/a", 1, 3), said.Object) == said.Object(b"bje")
-    listed = ask(said.List("run/", ""), said.Listed)
-    assert isinstance(listed, said.Listed)
-    assert listed.names == ["run/a"]
-    ask(said.Delete(["run/a"]))
+    pool = bytes(16)
+    asked = ask(said.Lead("model", pool, 0, "", 0, pool), said.Led)
+    assert asked == said.Led(False, pool, 0, "", 0, SECOND)
+    refused = ask(said.Lead("model", CLIENT, 7, "a host", 0, SECOND), said.Refused)
+    assert isinstance(refused, said.Refused)
+    assert refused.fault is Fault.BUSY
+    assert ask(said.Lead("other", CLIENT, 7, "a host", 0, pool), said.Led) == said.Led(
+        True, CLIENT, 7, "a host", 1, pool
+    )
     ask(said.GiveBack())
     ask(said.Status(), said.Standing)
     link.send(said.Bye())

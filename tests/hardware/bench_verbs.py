@@ -23,9 +23,9 @@ from portus.engine.media.base import MappedMedium
 from portus.engine.settings.keep import Keep
 from portus.engine.spec import Extent
 from portus.reach.daemon.counters import COUNTED
-from portus.reach.files.host import HostPool
 from portus.reach.index.directory import format_device
 from portus.reach.media.local import LocalFiles
+from portus.reach.versions.host import HostPool
 from tests.hardware import verbs
 from tests.hardware.conftest import DEVDAX
 from tests.hardware.states import loaded, saved, snapshot_of, state_of

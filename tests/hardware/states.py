@@ -19,8 +19,8 @@ from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save, SaveOwner
-from portus.reach.files.host import HostPool
 from portus.reach.index.reader import PoolReader
+from portus.reach.versions.host import HostPool
 from portus.reach.versions.parts import share, sources
 from tests.contents import tabled
 

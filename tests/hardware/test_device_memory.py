@@ -29,8 +29,8 @@ from portus.engine.pipeline.plan import OnDevice, Snapshot
 from portus.engine.spec import PAGE
 from portus.errors import TransportError
 from portus.reach.daemon.server import Server
-from portus.reach.files.host import HostPool
 from portus.reach.transport.regions import DeviceAccess, Regions
+from portus.reach.versions.host import HostPool
 from tests.cuda import Library
 from tests.hardware.states import Bytes, holds, saved, snapshot_of, state_of, steps
 from tests.hardware.test_verbs_host import check_sound, pool_on

@@ -18,10 +18,10 @@ import pytest
 
 from portus.engine.spec import Extent
 from portus.errors import BusyError, CorruptionError, UsageError
-from portus.reach.files.host import HostPool
 from portus.reach.index.directory import format_device, has_pool, open_reader
 from portus.reach.media.dax import open_device
 from portus.reach.media.local import LocalFiles
+from portus.reach.versions.host import HostPool
 from tests.hardware.conftest import DEVDAX, FSDAX
 from tests.hosts import serving, url
 

@@ -25,7 +25,6 @@ from portus.engine.copying.segments import Stop, memory
 from portus.engine.media.linux import MAP_ANONYMOUS, MAP_FIXED, MAP_PRIVATE, map_pages, unmap_pages
 from portus.errors import AbandonedError, PortusError, TransportError, UsageError
 from portus.reach.daemon.server import Server
-from portus.reach.files.host import HostDraft, HostPool
 from portus.reach.index.check import check
 from portus.reach.index.directory import format_device
 from portus.reach.index.findings import Severity
@@ -35,6 +34,7 @@ from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import pack_column, pack_pairs
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
+from portus.reach.versions.host import HostDraft, HostPool
 from tests.contents import table
 from tests.hardware.conftest import DEVDAX, FSDAX, PATIENCE, WAIT_S_MAX
 from tests.hardware.states import Bytes, begun, holds, loaded, saved, snapshot_of, state_of, steps

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from portus.errors import PortusError
-from portus.reach.files.host import HostPool
+from portus.reach.versions.host import HostPool
 from tests.hardware.states import Bytes, loaded
 
 FEATURES: Final = 1200

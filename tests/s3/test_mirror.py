@@ -122,7 +122,7 @@ def assert_loads(url: str, steps: list[int]) -> None:
         assert [each.step for each in versions] == steps
         for added, step in zip(versions, steps, strict=True):
             assert_same(load_version(mirror, added), state_of(step))
-            [[file]] = mirror.manifest(added).manifest.files
+            [file] = mirror.manifest(added).manifest.files
             assert_same(torch.load(io.BytesIO(store.get(f"{MODEL}/{file.name}"))), state_of(step))
 
 

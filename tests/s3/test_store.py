@@ -15,8 +15,8 @@ from obstore.store import S3Store
 from portus.errors import PortusError, TransportError, UsageError
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
-from portus.reach.mirror.store import FileStore, MissingError, Store
-from tests.contract.stores import FileStoreContract
+from portus.reach.mirror.store import MissingError, Store
+from tests.contract.stores import StoreContract
 from tests.s3.conftest import BUCKET, STRANGER
 from tests.s3.server import Server
 from tests.simulation.proxy import ConnectionCut, RequestFault, RequestProxy
@@ -28,7 +28,7 @@ HASTY = BucketTimeouts(connect_s=1, request_s=1, retries=2, retry_s=10)
 MIB = 1 << 20
 
 
-class TestBucket(FileStoreContract):
+class TestBucket(StoreContract):
     many = 1100
 
     @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ class TestBucket(FileStoreContract):
         self.url = url
         self.behind = S3Store(BUCKET, prefix=url.removeprefix(f"s3://{BUCKET}/"))
 
-    def open(self) -> FileStore:
+    def open(self) -> Store:
         return Bucket(parse(self.url))
 
     def read_behind(self, name: str) -> bytes | None:

@@ -11,15 +11,14 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from portus.engine.format.checksum import digest
-from portus.errors import TransportError, UsageError
+from portus.errors import StaleError, TransportError, UsageError
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line
-from portus.reach.mirror.pieces import WantedObject
 from portus.reach.mirror.store import (
     ListedObject,
     MissingError,
@@ -79,6 +78,17 @@ class ModelStore:
             names = sorted(n for n in self.objects if n.startswith(prefix) and n > after)
             entries = [ListedObject(n, len(self.objects[n][0]), self.objects[n][1]) for n in names]
         return iter(entries)
+
+    def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
+        data = b"".join(parts)
+        if unless and unless in self.objects:
+            raise StaleError(f"{unless} is there by now")
+        self.put(name, data)
+
+    def copy(self, name: str, target: str, size: int) -> bool:
+        self._asked("copy", name, target)
+        self.objects[target] = self._object(name), self.now
+        return True
 
     def delete(self, names: Sequence[str]) -> None:
         self._asked("delete", *names)
@@ -167,12 +177,12 @@ class Unsure(ModelObjects):
         wait_for_turn()
         self._put(name, data)
 
-    def put_object(self, wanted: WantedObject, data: bytes) -> FileObject:
-        """Put an object of a version, and what is beside it, in the turn of ``for_each``."""
-        self._put(wanted.name, data)
-        there = FileObject(wanted.name, wanted.size, digest(data))
-        if there.is_whole:
-            self._put(there.name + DIGEST_SUFFIX, digest_line(there.name, there.digest))
+    def put_object(self, name: str, size: int, data: bytes) -> FileObject:
+        """Put a file of a version, of this size in truth, and what is beside it, in the turn of
+        ``for_each``."""
+        self._put(name, data)
+        there = FileObject(name, size, digest(data))
+        self._put(name + DIGEST_SUFFIX, digest_line(name, there.digest))
         return there
 
     def list(self, folder: str, after: str = "") -> Iterator[ListedObject]:

@@ -89,7 +89,7 @@ LARGE = {
     "reach/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
     "reach/dcp/directory_writer: PortusStorageWriter": "torch's interface has 12 calls,"
     " and each has a part for the rank and one for the coordinator",
-    "reach/files/host": "one save's conversation with a host, request by request",
+    "reach/versions/host": "one save's conversation with a host, request by request",
     "companions/loaders/cursor": "a loader with its position: iteration and state are"
     " one thing, which must agree at each batch",
     "companions/loaders/cursor: DataCursor": (

@@ -141,8 +141,7 @@ def _results(
     if mirror.damage:
         retry(partial(claim, mirror, "mirror repair"))  # the claim writes all known facts again
         yield "log", "mended", f"{model}: its log", {"log": True}
-    if mirrors.has_files:
-        yield from _count_again(mirrors.files_of(model), root, has_lost)
+    yield from _count_again(mirrors.files_of(model), root, has_lost)
     state = mirror.read()
     for token, found in local.items():
         if found.info.model == model and state.version(token) is None:

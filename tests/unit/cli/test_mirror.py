@@ -23,7 +23,7 @@ from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
-from portus.reach.mirror.opening import key_from_environment, open_file_store, open_store
+from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.unit.cli.scene import portus, portus_json, state
 
@@ -321,7 +321,7 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
 ) -> None:
     monkeypatch.chdir(tmp_path)
     url = f"file://{tmp_path}/bucket"
-    store = open_file_store(parse(url))
+    store = open_store(parse(url))
     files = MirroredFiles(store, "gpt", url)
 
     def upload(step: int, *paths: str) -> None:
@@ -489,7 +489,7 @@ def test_repair_makes_a_lost_log_anew_from_the_digests_beside_the_files(
     (there / "notes.txt").write_text("not of Portus")
     DAMAGES["without its digest"](there / "step-00000003.pt")
     out = restored(tmp_path, url, 2)
-    files = MirroredFiles(open_file_store(parse(url)), "run", url).read().files
+    files = MirroredFiles(open_store(parse(url)), "run", url).read().files
     times = {each.path: each.time_ns for each in files}
     assert times["step-00000001.pt"] < times["step-00000002.pt"], "the newest is that of step 2"
     for name, result in (
@@ -526,7 +526,7 @@ def test_an_old_file_whose_entry_is_lost_does_not_become_the_newest(
     shutil.rmtree("run")
     said = portus("mirror", "repair", url)
     assert (said.code, "step-00000001.pt had no entry of the log" in said.out) == (0, True), said
-    newest = MirroredFiles(open_file_store(parse(url)), "run", url).read().newest_file
+    newest = MirroredFiles(open_store(parse(url)), "run", url).read().newest_file
     assert newest is not None
     assert newest.step == 2
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from portus.engine.format.checksum import digest
-from portus.reach.files.host import HostPool
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import pack_column, pack_map
+from portus.reach.versions.host import HostPool
 from tests.contents import table
 from tests.hosts import Host
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import portus
-from portus.errors import MediumError, TransportError, UsageError
+from portus.errors import TransportError, UsageError
 from portus.reach.daemon import mirrors as mirrors_of_hosts
 from portus.reach.daemon.main import prepare
 from portus.reach.daemon.mirrors import TenantMirrors
@@ -218,29 +218,6 @@ def test_tenants_have_mirrors_apart(tmp_path: Path, bucket: StoreAddress) -> Non
             assert_same(saver.load(), state(1))
 
 
-def test_the_memory_of_another_host_is_a_mirror_of_all_tenants(tmp_path: Path) -> None:
-    with serving("memory:64M") as other:
-        mirror = parse(url(other))
-        save(tmp_path / "pools", mirror, 1, 2)
-        with serving("memory:64M", mirrors=TenantMirrors(mirror)) as server:
-            with portus.PoolCheckpointer(url(server), "net") as saver:
-                assert_same(saver.load(), state(2))
-            assert len(server.house.pools.of("default").writer.catalogue().ids()) == 2
-        assert other.house.pools.of("default").objects.size > 0
-        assert not other.house.pools.of("default").writer.catalogue().ids(), "a mirror, no pool"
-
-
-def test_what_is_mirrored_to_a_host_counts_against_the_quota(tmp_path: Path) -> None:
-    with serving("memory:64M", quota=1 << 20) as other:
-        objects = other.house.pools.of("default").objects
-        objects.put("net/packs/a", bytes(1 << 19), fresh=False)
-        with pytest.raises(MediumError, match="the quota leaves"):
-            objects.put("net/packs/b", bytes(1 << 20), fresh=False)
-        objects.put("net/packs/a", bytes(1 << 18), fresh=False)
-        objects.delete(["net/packs/a"])
-        assert objects.size == 0
-
-
 @pytest.mark.long
 def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
     tmp_path: Path, bucket: StoreAddress
@@ -256,8 +233,12 @@ def test_portus_serve_waits_for_its_mirror_at_sigterm_and_begins_with_it(
 
 
 def test_wrong_words_end_the_start(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"--mirror 's3//bucket': expected s3://"):
-        prepare(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror="s3//bucket"))
+    for mirror, words in (
+        ("s3//bucket", r"--mirror 's3//bucket': expected s3://"),
+        ("portus://h", r"--mirror 'portus://h': a storage host is no mirror: .* --replica"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            prepare(ServeOptions(place=str(tmp_path), listen=["127.0.0.1:0"], mirror=mirror))
 
 
 def test_a_host_with_models_begins_with_no_mirror_that_it_may_read_and_not_write(

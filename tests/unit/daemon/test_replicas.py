@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import portus
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
+from portus.reach.daemon.leads import Lead
 from portus.reach.daemon.main import prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
-from portus.reach.mirror.address import parse as parse_store
-from portus.reach.mirror.commit_numbers import REPLICA
-from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import State
+from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
+from portus.reach.versions.host import HostPool
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 from tests.moments import until
 from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
+from tests.unit.cli.scene import pointing
 from tests.warm import in_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
@@ -43,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     connect_again_at_once(monkeypatch)
     monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.01)
-    monkeypatch.setattr("portus.reach.mirror.commit_numbers.PAUSE_MAX_S", 0.05)
+    monkeypatch.setattr("portus.reach.daemon.leader.PAUSE_MAX_S", 0.05)
 
 
 class Two:
@@ -67,10 +70,9 @@ class Two:
     def heal(self) -> None:
         self.between.cut_after = None
 
-    def log(self) -> State:
-        """What the log says."""
-        store = self.second.house.pools.of("default").objects.below(REPLICA)
-        return Mirror(store, "net").read()
+    def lead(self) -> Lead:
+        """Who leads the model, as the second host knows it."""
+        return self.second.house.pools.of("default").leads.of("net")
 
 
 @pytest.fixture
@@ -189,11 +191,8 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
                 saved(left, 12)
     assert "continued elsewhere" in caplog.text
     firsts, seconds = (each.house.pools.of("default") for each in (two.first, two.second))
-    assert [term.pool for term in two.log().terms] == [
-        firsts.writer.uuid,
-        seconds.writer.uuid,
-    ]
-    assert not {9, 10, 11, 12} & {each.step for each in two.log().versions}
+    assert (two.lead().term, two.lead().pool) == (2, seconds.writer.uuid)
+    assert not {9, 10, 11, 12} & set(steps_at(two.second))
     with pytest.raises(StaleError, match=r"step 3, in term 2, at portus://127.0.0.1:\d+"):
         portus.PoolCheckpointer(url(two.first), "net")
     assert firsts.replica.missing() == [], "nothing is copied from here any more"
@@ -206,7 +205,7 @@ def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_supers
 ) -> None:
     with portus.PoolCheckpointer(url(two.first), "net") as left:
         saved(left, 1)
-        until(lambda: len(two.log().versions) == 1)
+        until(lambda: steps_at(two.second) == [1])
         two.cut()
         saved(left, 8, 9)
         with portus.PoolCheckpointer(url(two.second), "net") as right:
@@ -218,8 +217,7 @@ def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_supers
                 saved(left, 10)
             saved(right, 3)
     assert "continued elsewhere" in caplog.text
-    assert steps_at(two.second)[-1] == 3
-    assert {each.step for each in two.log().versions} == set(steps_at(two.second))
+    assert steps_at(two.second) == [2, 3]
 
 
 def test_a_host_that_comes_back_is_used_again_once_what_does_not_count_is_let_go_of(
@@ -242,28 +240,10 @@ def test_a_host_that_comes_back_is_used_again_once_what_does_not_count_is_let_go
         assert_same(saver.load(), state(4))
         saved(saver, 5)
     assert steps_at(two.first) == [4, 5]
-    assert [term.number for term in two.log().terms] == [1, 2, 3]
+    assert two.lead().term == 3
     with portus.PoolCheckpointer(url(two.second), "net") as saver:
         assert_same(saver.load(), state(5))
         assert steps_at(two.second) == [4, 5]
-
-
-def test_what_the_replica_finds_no_room_for_in_its_log_is_not_told_where_it_leads(
-    two: Two,
-) -> None:
-    """It would count for nobody: who leads next goes by the log."""
-    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
-        saved(saver, 1)
-    hosted = two.second.house.pools.of("default")
-    with portus.PoolCheckpointer(url(two.second), "net", keep=1) as saver:
-        saved(saver, 2)
-        hosted.writer.max_bytes = hosted.writer.medium.size
-        with pytest.raises(PortusError, match="the quota leaves"):
-            saved(saver, 3)
-        hosted.writer.max_bytes = None
-        saved(saver, 4)
-    assert steps_at(two.second) == [4]
-    assert [each.step for each in two.log().versions] == [4]
 
 
 def test_a_host_that_does_not_reach_its_replica_grants_what_it_has_and_nothing_new(
@@ -307,6 +287,175 @@ def test_what_did_not_change_is_sent_to_the_replica_once(two: Two) -> None:
             sent.append(two.between.relayed - before)
     assert sent[0] > frozen.nbytes
     assert max(sent[1:]) < 1 << 20
+
+
+@pytest.mark.parametrize("place", ["pools", "memory:64M"])
+def test_a_first_host_that_lost_all_has_it_again_when_it_listens(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all tenants, in the pool of the second host once, and with what pointers lead to."""
+    places = [place if ":" in place else str(tmp_path / f"{place} {n}") for n in range(2)]
+    with serving("memory:64M") as second:
+        with serving(places[0], replica=url(second)) as first:
+            for tenant in ("default", "anna"):
+                with portus.PoolCheckpointer(url(first, tenant), "net", keep=2) as saver:
+                    saved(saver, 1, 2, 3)
+            with portus.PoolCheckpointer(url(first, "anna"), "taken over", durable=2) as saver:
+                saved(saver, 1)
+            with pointing(url(first), "other") as files:
+                files.save(state(7), str(tmp_path / "a.ckpt"), 7).wait()
+            for tenant in ("default", "anna"):
+                hosted = first.house.pools.of(tenant)
+                until(lambda hosted=hosted: not hosted.replica.missing())  # type: ignore[misc]
+        for model in ("own", "taken over"):
+            with portus.PoolCheckpointer(url(second, "anna"), model) as saver:
+                saved(saver, 5)
+        with serving(places[1], replica=url(second)) as first:
+            assert {*first.house.pools.of("anna").writer.catalogue().models} == {"net"}
+            portus.allow(url(first))
+            assert_same(portus.load(tmp_path / "a.ckpt"), state(7))
+            assert steps_at(first) == steps_at(second) == [2, 3]
+            with portus.PoolCheckpointer(url(first, "anna"), "net", durable=2) as saver:
+                assert_same(saver.load(), state(3))
+                saved(saver, 4)
+        assert second.house.pools.of("anna").leads.of("net").term == 2
+
+
+def test_versions_of_a_first_host_take_their_space_once(two: Two) -> None:
+    """At the second host, before and after it leads, and in a fresh pool that they are fetched to:
+    all share what did not change."""
+    frozen = torch.rand(5 << 20)
+    with portus.PoolCheckpointer(two.both, "net", durable=2, keep=3) as saver:
+        for step in (1, 2, 3):
+            saver.save({"frozen": frozen, "head": torch.rand(1000)}, step).wait()
+    second, first = (each.house.pools.of("default").writer for each in (two.second, two.first))
+    assert second.kept_bytes() < 1.2 * frozen.nbytes
+    with portus.PoolCheckpointer(url(two.second), "net", durable=2, keep=3) as saver:
+        assert second.kept_bytes() < 1.2 * frozen.nbytes
+        saver.save({"frozen": frozen, "head": torch.rand(1000)}, 4).wait()
+    first.retire(first.catalogue().ids())
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=3):
+        assert steps_at(two.first) == [2, 3, 4]
+        assert first.kept_bytes() < 1.2 * frozen.nbytes
+
+
+def test_what_a_save_lets_go_of_goes_from_the_second_host_in_the_same_commit(two: Two) -> None:
+    """So no kill leaves two versions of a step there, and a save costs one commit."""
+    with portus.PoolCheckpointer(two.both, "net", durable=2, keep=1) as saver:
+        saved(saver, 1)
+        writer = two.second.house.pools.of("default").writer
+        for count, step in enumerate((2, 2, 3), writer.catalogue().root.sequence + 1):
+            saved(saver, step)
+            assert steps_at(two.second) == [step]
+            assert writer.catalogue().root.sequence == count
+
+
+def test_what_is_removed_at_the_first_host_goes_from_the_second(two: Two) -> None:
+    with portus.PoolCheckpointer(two.both, "net", durable=2, keep=None) as saver:
+        saved(saver, 1, 2, 3)
+        with contextlib.closing(HostPool(url(two.first))) as pool:
+            pool.let_go([saver.versions()[1].token])
+        until(lambda: steps_at(two.second) == [1, 3])
+
+
+def test_a_version_that_rotted_in_the_first_pool_is_not_copied_and_later_ones_are(
+    tmp_path: Path, two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = two.first.house.pools.of("default").writer
+    with portus.PoolCheckpointer(url(two.first), "net") as saver:
+        saved(saver, 1)
+        until(lambda: steps_at(two.second) == [1])
+        two.cut()
+        saved(saver, 2)
+        record = writer.record(list(writer.catalogue().entries())[-1])
+        [number] = [n for n, length in enumerate(record.length) if length == 64 * 4]
+        with open(tmp_path / "first" / "default.portus", "r+b") as file:
+            file.seek(record.storage_extents(number)[0].offset)
+            file.write(b"rot")
+        two.heal()
+        saved(saver, 3)
+        until(lambda: steps_at(two.second) == [3])
+        assert_same(saver.load(), state(3))
+    assert "step 2 is not mirrored" in caplog.text
+    with portus.PoolCheckpointer(url(two.second), "net") as saver:
+        assert_same(saver.load(), state(3))
+
+
+def test_a_second_host_that_lost_its_memory_gets_all_again(tmp_path: Path) -> None:
+    address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
+    with ExitStack() as first:
+        with serving("memory:64M", address=address):
+            host = first.enter_context(serving(tmp_path / "first", replica=str(address)))
+            saver = first.enter_context(
+                portus.PoolCheckpointer(url(host), "net", keep=2, durable=2)
+            )
+            saved(saver, 1, 2)
+        with pytest.raises(TransportError, match="durable=2 that counts as failed"):
+            saved(saver, 3)
+        with serving("memory:64M", address=address) as second:
+            until(lambda: steps_at(second) == [2, 3])
+            saved(saver, 4)
+            assert steps_at(second) == [3, 4]
+            first.close()
+
+
+@pytest.mark.parametrize("place", ["second", "one.portus"])
+def test_who_leads_is_known_after_the_second_host_was_started_again(
+    tmp_path: Path, place: str
+) -> None:
+    """The first host, which it left behind, leads no more, and copies nothing there."""
+    address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
+    with ExitStack() as first:
+        with serving(tmp_path / place, address=address) as second:
+            host = first.enter_context(serving(tmp_path / "first", replica=str(address)))
+            left = first.enter_context(portus.PoolCheckpointer(url(host), "net"))
+            saved(left, 1)
+            until(lambda: steps_at(second) == [1])
+        saved(left, 2)
+        with serving(tmp_path / place) as second, portus.PoolCheckpointer(url(second), "net"):
+            assert steps_at(second) == [1], "it is claimed, and nothing is saved yet"
+        with serving(tmp_path / place, address=address) as second:
+            until(lambda: "continued" in host.house.pools.of("default").replica.failure)
+            with pytest.raises(StaleError, match="the newest that counts is step 1, in term 2"):
+                saved(left, 3)
+            assert steps_at(second) == [1]
+            first.close()  # while the other one answers: it waits for that
+
+
+def test_an_old_copy_of_the_pool_that_led_takes_nothing_for_removed(
+    tmp_path: Path, two: Two
+) -> None:
+    """What the second host has is newer, and stays."""
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+        saved(saver, 1)
+    shutil.copytree(tmp_path / "first", tmp_path / "old")
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+        saved(saver, 2, 3)
+    with serving(tmp_path / "old", replica=url(two.second)) as old:
+        with pytest.raises(StaleError, match=r"step 3, in term 2, .* Steps 1 here do not count"):
+            portus.PoolCheckpointer(url(old), "net")
+        assert steps_at(two.second) == [2, 3]
+
+
+def test_a_copy_that_arrives_late_is_refused_once_another_host_leads(two: Two) -> None:
+    """So are a removal, and a request to lead that was sent before."""
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+        saved(saver, 1)
+    leader = two.first.house.pools.of("default").replica._copiers["net"]
+    there, term = leader._there, leader._term
+    asked = there.ask("net")
+    with portus.PoolCheckpointer(url(two.second), "net", durable=2) as saver:
+        token, late = saver.versions()[0].token, said.Lead("net", b"p" * 16, 9, "", term, bytes(16))
+        with pytest.raises(StaleError, match=r"led by pid .*, in term 2"):
+            there.pool.let_go([token], "net", term)
+        with pytest.raises(StaleError, match=r"led by pid .*, in term 2"):
+            there.pool.links.ask(said.Begin("net", 2, b"t" * 16, b"", b"", term, 9), said.Done)
+        with pytest.raises(BusyError):
+            there.pool.links.ask(replace(late, newest=asked.newest), said.Led)
+        saved(saver, 2)
+    assert not there.pool.links.ask(replace(late, newest=asked.newest), said.Led).granted
+    assert two.lead().term == 2
+    assert steps_at(two.second) == [1, 2]
 
 
 def test_durable_2_takes_two_hosts(tmp_path: Path) -> None:
@@ -416,5 +565,3 @@ def test_an_address_of_two_hosts_is_one_and_its_replica() -> None:
     for wrong in ("portus://a+a", "portus://a+b+c", "portus://a+", "portus://+b", "portus://a+b:x"):
         with pytest.raises(UsageError):
             parse(wrong)
-    with pytest.raises(UsageError, match="a mirror is on one storage host"):
-        parse_store("portus://a+b")

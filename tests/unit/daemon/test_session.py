@@ -1064,8 +1064,8 @@ def test_the_end_does_not_wait_for_what_is_hashed(
     with serving(tmp_path / "pools") as server, client(server) as link:
         ending = threading.Thread(target=lambda: ends.append(server.stop(20)))
         confirmed(link)
-        for module in ("pool", "saves"):
-            monkeypatch.setattr(f"portus.reach.daemon.requests.{module}.check", endless)
+        for module in ("daemon.requests.pool", "versions.pool_draft"):
+            monkeypatch.setattr(f"portus.reach.{module}.check", endless)
         if request_of == "check":
             link.send(said.Check(pack_column([0]), b""))
         else:

@@ -13,9 +13,9 @@ from portus.engine.copying.local import hash_sources
 from portus.engine.copying.segments import Sources, Stop, memory
 from portus.errors import MediumError, TransportError, UsageError
 from portus.reach.daemon.server import Server
-from portus.reach.files.host import HostPool
 from portus.reach.index.check import check
 from portus.reach.transport.regions import SMALL
+from portus.reach.versions.host import HostPool
 from tests import soft_rdma
 from tests.hardware.states import Bytes, holds, loaded, saved, snapshot_of, state_of, steps
 from tests.hosts import connect_again_at_once, serving, url

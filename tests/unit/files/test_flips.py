@@ -18,12 +18,12 @@ from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, PortusError
 from portus.reach.daemon.server import Server
 from portus.reach.daemon.shared_state import ClientTimeouts
-from portus.reach.files.host import HostPool
 from portus.reach.index.check import check
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from portus.reach.transport.stream import Link
+from portus.reach.versions.host import HostPool
 from portus.reach.versions.pool_draft import PoolDraft
 from tests.depth import DEPTH
 from tests.golden import conversation
@@ -234,8 +234,8 @@ def test_what_a_host_committed_otherwise_than_it_was_meant_does_not_count(
     """Bytes that change in the memory of the host, behind all digests of frames."""
     commit = PoolDraft.commit_rows
 
-    def changed(draft: PoolDraft, rows: Any, labels: Labels) -> VersionRecord:
-        return commit(draft, rows, wrong(labels))
+    def changed(draft: PoolDraft, rows: Any, labels: Labels, gone: Any) -> VersionRecord:
+        return commit(draft, rows, wrong(labels), gone)
 
     state = {"lr": 0.125, "w": torch.ones(30)}
     with (

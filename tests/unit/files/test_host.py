@@ -36,7 +36,6 @@ from portus.reach.daemon.requests.guest import Guest
 from portus.reach.daemon.server import Server
 from portus.reach.daemon.session import ServedConnection
 from portus.reach.daemon.shared_state import ClientTimeouts
-from portus.reach.files.host import HostPool, _HostAccess
 from portus.reach.index.check import check
 from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
@@ -49,6 +48,7 @@ from portus.reach.training.training_files import TrainingFiles
 from portus.reach.transport import stream
 from portus.reach.transport.regions import Regions
 from portus.reach.transport.stream import Link
+from portus.reach.versions.host import HostPool, _HostAccess
 from portus.reach.versions.parts import share, sources
 from tests.hardware.states import snapshot_of
 from tests.hosts import Host, connect_again_at_once, serving, url
@@ -517,7 +517,7 @@ def test_a_host_that_hangs_is_not_waited_for_as_one_that_works(
     """It accepts connections, and then says nothing. What waits for work would wait for ever."""
     for name in ("transport.host.SILENCE_S", "transport.host.WORK_S", "transport.host.ROOM_S"):
         monkeypatch.setattr(f"portus.reach.{name}", 1e6)
-    monkeypatch.setattr("portus.reach.files.host.ROOM_S", 1e6)
+    monkeypatch.setattr("portus.reach.versions.host.ROOM_S", 1e6)
     training = Trained(1 << 10)
     keep = None if kind == "late" else 2
     saved = state(1) if kind == "volatile" else training.state()
@@ -563,7 +563,7 @@ def test_a_host_is_waited_for_in_a_commit_as_long_as_it_answers_others(
             assert not handle.done
             if hangs:
                 monkeypatch.setattr("portus.reach.transport.dial.GREETING_S", 0.3)
-                monkeypatch.setattr("portus.reach.files.host._OUTCOME_S", 0.1)
+                monkeypatch.setattr("portus.reach.versions.host._OUTCOME_S", 0.1)
                 monkeypatch.setattr(pool.links, "answer_s", 0.3)
                 link.stalled = True
                 with pytest.raises(TransportError, match="It may exist"):

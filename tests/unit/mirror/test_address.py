@@ -27,12 +27,10 @@ def test_an_address_says_a_place_and_is_said_again(text: str, address: StoreAddr
     assert parse(str(address)) == address
 
 
-def test_a_storage_host_is_one_and_is_no_store_by_its_form() -> None:
-    """The same words name its pools."""
-    address = parse("portus://anna@host")
-    assert address == StoreAddress(StoreKind.HOST, "portus://anna@host:7117", "")
-    assert parse(str(address)) == address
-    assert not is_store(str(address))
+def test_a_storage_host_is_no_mirror_and_the_error_says_what_copies_to_one() -> None:
+    assert not is_store("portus://host")
+    with pytest.raises(UsageError, match=r"a storage host is no mirror: .* --replica"):
+        parse("portus://host")
 
 
 @pytest.mark.parametrize(

@@ -21,23 +21,23 @@ from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
-from portus.reach.mirror.opening import open_file_store
-from portus.reach.mirror.store import FileStore, MissingError, Part
+from portus.reach.mirror.opening import open_store
+from portus.reach.mirror.store import MissingError, Part, Store
 
 RUN = bytes(range(16))
 NUMBERS = itertools.count()
 
 
 @pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileStore]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     folder, memory = f"file://{tmp_path}/store", f"memory:files-{next(NUMBERS)}"
-    opened = open_file_store(parse(folder if request.param == "folder" else memory))
+    opened = open_store(parse(folder if request.param == "folder" else memory))
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def files(store: FileStore) -> MirroredFiles:
+def files(store: Store) -> MirroredFiles:
     made = MirroredFiles(store, "run", "the store")
     made.claim("a test", RUN)
     return made
@@ -71,7 +71,7 @@ def made(path: Path, size: int) -> bytes:
 
 @pytest.mark.parametrize("size", [0, 1, UNIT, 2 * UNIT + 5])
 def test_a_file_comes_back_as_it_was_and_its_digest_is_beside_it(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, size: int
+    tmp_path: Path, store: Store, files: MirroredFiles, size: int
 ) -> None:
     data = made(tmp_path / "epoch=1-step=7.ckpt", size)
     assert put(files, tmp_path / "epoch=1-step=7.ckpt") == size
@@ -113,7 +113,7 @@ def test_names_that_are_quoted_are_never_those_of_others() -> None:
 
 
 def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     first = made(tmp_path / "last.ckpt", 1000)
     put(files, tmp_path / "last.ckpt")
@@ -126,7 +126,7 @@ def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_a_writer_that_is_killed_anywhere_leaves_the_file_before_or_the_new_one(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, *, copies: bool
+    tmp_path: Path, store: Store, files: MirroredFiles, *, copies: bool
 ) -> None:
     calls = 0
     for call in range(18):
@@ -148,7 +148,7 @@ def test_a_writer_that_is_killed_anywhere_leaves_the_file_before_or_the_new_one(
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_a_copy_that_fails_is_asked_for_again(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, failures: int
+    tmp_path: Path, store: Store, files: MirroredFiles, failures: int
 ) -> None:
     made(tmp_path / "last.ckpt", 1000)
     put(files, tmp_path / "last.ckpt")
@@ -172,7 +172,7 @@ class _Killing:
     """A store whose user is killed at a change of it, or once it is done. copies: whether it copies
     objects."""
 
-    def __init__(self, store: FileStore, call: int, *, is_done: bool, copies: bool) -> None:
+    def __init__(self, store: Store, call: int, *, is_done: bool, copies: bool) -> None:
         self._store, self._call, self._is_done, self._copies = store, call, is_done, copies
         self.calls = 0
 
@@ -197,7 +197,7 @@ _CHANGES = ("put", "put_stream", "create", "copy", "delete")
 
 
 def test_what_is_replaced_goes_when_the_new_one_counts(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     for number in range(5):
         made(tmp_path / "last.ckpt", 100 + number)
@@ -207,7 +207,7 @@ def test_what_is_replaced_goes_when_the_new_one_counts(
 
 
 def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     made(tmp_path / "last.ckpt", 1000)
     put(files, tmp_path / "last.ckpt")
@@ -221,7 +221,7 @@ def test_what_a_superseded_writer_overwrites_is_never_taken_for_the_file(
 
 
 def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
-    tmp_path: Path, store: FileStore
+    tmp_path: Path, store: Store
 ) -> None:
     made(tmp_path / "a.ckpt", 10)
     other = MirroredFiles(store, "run", "the store")
@@ -242,7 +242,7 @@ def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
 
 
 def test_an_upload_that_began_before_another_writer_s_claim_replaces_no_file_of_that_one(
-    tmp_path: Path, store: FileStore
+    tmp_path: Path, store: Store
 ) -> None:
     made(tmp_path / "last.ckpt", 2 * UNIT)
     theirs = made(tmp_path / "theirs.ckpt", 1000)
@@ -266,7 +266,7 @@ def test_an_upload_that_began_before_another_writer_s_claim_replaces_no_file_of_
 
 
 def test_a_stop_ends_an_upload_and_what_was_there_stays(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     before = made(tmp_path / "a.ckpt", 100)
     put(files, tmp_path / "a.ckpt")
@@ -295,7 +295,7 @@ def test_a_file_that_becomes_shorter_meanwhile_does_not_count(
 
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
 def test_a_damaged_file_is_told(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, damage: str
+    tmp_path: Path, store: Store, files: MirroredFiles, damage: str
 ) -> None:
     data = bytearray(made(tmp_path / "a.ckpt", UNIT + 100))
     put(files, tmp_path / "a.ckpt")
@@ -312,7 +312,7 @@ def test_a_damaged_file_is_told(
 
 
 def test_what_is_removed_is_gone_with_its_digest(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     for name in ("a.ckpt", "b.ckpt"):
         made(tmp_path / name, 10)
@@ -327,7 +327,7 @@ def test_what_is_removed_is_gone_with_its_digest(
 
 
 def test_what_was_to_replace_a_file_goes_with_it(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     made(tmp_path / "last.ckpt", 10)
     put(files, tmp_path / "last.ckpt")
@@ -338,7 +338,7 @@ def test_what_was_to_replace_a_file_goes_with_it(
 
 
 def test_a_link_that_replaces_a_file_takes_its_object_away(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     made(tmp_path / "last.ckpt", 10)
     put(files, tmp_path / "last.ckpt")
@@ -352,7 +352,7 @@ def test_a_link_that_replaces_a_file_takes_its_object_away(
 
 
 def test_the_newest_upload_that_is_as_its_digest_says_is_found_where_the_log_is_lost(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     """Whatever a kill left of a file that was to be replaced."""
     first = made(tmp_path / "last.ckpt", 10)
@@ -376,7 +376,7 @@ def test_the_newest_upload_that_is_as_its_digest_says_is_found_where_the_log_is_
 
 
 def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     for step in (90, 80):
         made(tmp_path / f"step={step}.ckpt", step)
@@ -396,7 +396,7 @@ def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
 
 
 def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
-    tmp_path: Path, store: FileStore, files: MirroredFiles
+    tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     sent = []
     for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
@@ -413,7 +413,7 @@ def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Store, files: MirroredFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(tmp_path / "a.ckpt", 10)
     put(files, tmp_path / "a.ckpt")
@@ -436,7 +436,7 @@ def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
 
 
 def test_a_key_seals_what_the_log_says(
-    tmp_path: Path, store: FileStore, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PORTUS_MIRROR_KEY", "secret")
     sealed = MirroredFiles(store, "sealed", "the store")
@@ -449,7 +449,7 @@ def test_a_key_seals_what_the_log_says(
 
 
 def test_a_closed_store_ends_an_upload(tmp_path: Path) -> None:
-    store = open_file_store(parse(f"memory:files-{next(NUMBERS)}"))
+    store = open_store(parse(f"memory:files-{next(NUMBERS)}"))
     asked, closed = threading.Event(), threading.Event()
 
     def parts() -> Iterator[bytes]:
@@ -472,7 +472,7 @@ def test_a_closed_store_ends_an_upload(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beside", ["", DIGEST_SUFFIX])
 def test_a_check_finds_whatever_happens_to_a_file_or_to_its_digest(
-    tmp_path: Path, store: FileStore, files: MirroredFiles, beside: str
+    tmp_path: Path, store: Store, files: MirroredFiles, beside: str
 ) -> None:
     made(tmp_path / "last.ckpt", 1000)
     put(files, tmp_path / "last.ckpt")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,16 +27,12 @@ from portus.reach.index.roots import format_pool
 from portus.reach.media.lock import ProcessLocks
 from portus.reach.media.space import Memory
 from portus.reach.mirror.fetching import fetch_version
-from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.host_store import HostStore
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, models
-from portus.reach.mirror.objects import GONE_MAX, STRIDE, Added, Removed
-from portus.reach.mirror.pieces import ALONE
+from portus.reach.mirror.objects import DIGEST_SUFFIX, GONE_MAX, STRIDE, Added, Removed
 from portus.reach.mirror.store import ListedObject, Part
 from portus.reach.pools import restore
 from portus.reach.pools.mirror_versions import load_version
-from tests.hosts import serving, url
 from tests.simulation.model_store import ModelStore
 
 MODEL = "gpt/rank-0-of-4"
@@ -137,7 +132,7 @@ def test_a_fresh_node_s_own_pool_is_filled_from_the_mirror_alone(tmp_path: Path)
 
 
 def test_each_byte_of_a_version_is_asked_for_once_by_few_requests(tmp_path: Path) -> None:
-    mixed = {f"layer {n}": torch.rand(SHARING if n % 2 else ALONE // 2) for n in range(5)}
+    mixed = {f"layer {n}": torch.rand(SHARING if n % 2 else 1 << 19) for n in range(5)}
     zeros = {f"zero {n}": torch.zeros(UNIT // 4) for n in range(2)}
     state: dict[str, object] = {**mixed, **zeros}
     run = Run(tmp_path, [state])
@@ -181,7 +176,7 @@ def test_a_unit_goes_to_several_places_where_a_pool_has_no_room_in_one(run: Run)
 def test_a_damaged_unit_is_told_and_nothing_is_committed(run: Run) -> None:
     run.claim()
     added = run.copy(0)
-    for name in bucket_pieces(run.bucket):
+    for name in version_files(run.bucket):
         data, modified = run.bucket.objects[name]
         damaged = bytes([data[0] ^ 1]) + data[1:]
         run.bucket.objects[name] = damaged, modified
@@ -214,29 +209,33 @@ def new_pool(medium: Memory | None = None) -> PoolWriter:
 
 def test_what_is_there_is_not_sent_again(run: Run) -> None:
     run.claim()
-    whole = run.mirror.copy(run.reader, run.entries[0].info.id, Stop())
     run.bucket.counts.clear()
-    copied = run.mirror.copy(run.reader, run.entries[1].info.id, Stop())
-    assert copied.put_bytes < 0.06 * whole.put_bytes
-    assert run.bucket.counts == {"put": copied.objects + 1, "create": 1}, "no list, and no read"
-    assert copied.objects == 2, "what is before the large storage, and what is behind it"
-    again = Mirror(run.bucket, MODEL)
-    run.bucket.counts.clear()
-    again.claim("the next one", POOL, 0)
-    assert again.copy(run.reader, run.entries[2].info.id, Stop()).put_bytes <= copied.put_bytes
-    assert run.bucket.counts["list"] == 1
+    version = run.entries[0].info.id
+    assert run.mirror.copy(run.reader, version, Stop()).objects == 1
+    # The file, its digest, and its manifest.
+    assert run.bucket.counts == {"put": 3, "create": 1}, "no list, and no read"
+    assert run.mirror.copy(run.reader, version, Stop()).objects == 0
+
+
+class Failing(ModelStore):
+    """Takes two objects, a file and its digest, and not the manifest; later more."""
+
+    puts_left = 2
+    lists = True
+
+    def put(self, name: str, data: bytes) -> None:
+        if not self.puts_left:
+            raise TransportError("the line is dead")
+        self.puts_left -= 1
+        super().put(name, data)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
+        if not self.lists:
+            raise TransportError("the line is dead")
+        return super().list(prefix, after)
 
 
 def test_what_arrived_before_a_failure_is_not_sent_again(run: Run) -> None:
-    class Failing(ModelStore):
-        puts_left = 2
-
-        def put(self, name: str, data: bytes) -> None:
-            if not self.puts_left:
-                raise TransportError("the line is dead")
-            self.puts_left -= 1
-            super().put(name, data)
-
     bucket = Failing()
     mirror = Mirror(bucket, MODEL)
     mirror.claim("a test", POOL, 0)
@@ -245,12 +244,12 @@ def test_what_arrived_before_a_failure_is_not_sent_again(run: Run) -> None:
         mirror.copy(run.reader, version, Stop())
     assert mirror.read().versions == ()
     bucket.puts_left = 100
-    copied = mirror.copy(run.reader, version, Stop())
-    assert copied.objects == len(bucket_pieces(bucket)) - 2 == 1
+    assert mirror.copy(run.reader, version, Stop()).objects == 0
+    assert len(version_files(bucket)) == len(mirror.read().versions) == 1
 
 
-def bucket_pieces(bucket: ModelStore) -> list[str]:
-    return [name for name in bucket.objects if "/pieces/" in name]
+def version_files(bucket: ModelStore) -> list[str]:
+    return [n for n in bucket.objects if "/versions/" in n and not n.endswith(DIGEST_SUFFIX)]
 
 
 def test_a_damaged_unit_of_the_pool_is_not_mirrored(run: Run, tmp_path: Path) -> None:
@@ -340,7 +339,7 @@ def test_who_is_superseded_is_told_by_whom_and_may_go_on_after_who_was_passing(r
     assert not told.value.passing
 
 
-def test_what_is_removed_is_deleted_a_day_later_and_what_is_shared_stays(run: Run) -> None:
+def test_what_is_removed_is_deleted_a_day_later_and_nothing_else(run: Run) -> None:
     run.claim()
     first, second = run.copy(0), run.copy(1)
     run.mirror.note([Removed(first.token)])
@@ -349,35 +348,26 @@ def test_what_is_removed_is_deleted_a_day_later_and_what_is_shared_stays(run: Ru
         assert same(loaded_by(run, first), state_of(1)), "who began before finds it"
     run.bucket.now += 90_000
     run.mirror.note([Removed(bytes(16))])  # the time of the store is that of an entry
-    assert run.mirror.collect().objects == 3  # its manifest, and what the second version had anew
+    assert run.mirror.collect().objects == 3  # its manifest, its file, and the digest of that
     assert same(loaded_by(run, second), state_of(2))
     with pytest.raises(StaleError, match=r"step 1 of model .* was removed"):
         loaded_by(run, first)
-    run.bucket.counts.clear()
-    assert run.mirror.copy(run.reader, run.entries[2].info.id, Stop()).objects == 2
 
 
 def test_a_collection_that_fails_before_it_deletes_has_nothing_sent_again(run: Run) -> None:
-    class Failing(ModelStore):
-        fails = False
-
-        def list(self, prefix: str, after: str = "") -> Iterator[ListedObject]:
-            if self.fails:
-                raise TransportError("the line is dead")
-            return super().list(prefix, after)
-
     bucket = Failing()
     mirror = Mirror(bucket, MODEL)
     mirror.claim("a test", POOL, 0)
-    mirror.copy(run.reader, run.entries[0].info.id, Stop())
-    bucket.fails = True
+    with pytest.raises(TransportError):
+        mirror.copy(run.reader, run.entries[0].info.id, Stop())
+    bucket.puts_left, bucket.lists = 100, False
     with pytest.raises(TransportError):
         mirror.collect()
     stop = Stop()
     stop.set()
     with pytest.raises(StoppedError):
         mirror.collect(stop=stop)
-    assert mirror.copy(run.reader, run.entries[1].info.id, Stop()).objects == 2
+    assert mirror.copy(run.reader, run.entries[0].info.id, Stop()).objects == 0
 
 
 def test_of_what_is_gone_a_log_says_no_more_than_the_format_allows(run: Run) -> None:
@@ -504,37 +494,9 @@ def test_a_shelf_is_refused(tmp_path: Path) -> None:
             mirror.copy(reader, entry.info.id, Stop())
 
 
-def test_what_is_damaged_is_found_and_sent_again_and_nothing_else(run: Run) -> None:
-    run.claim()
-    added = run.copy(0)
-    assert run.mirror.find_damage(added, lambda _: None) == {}
-    names = bucket_pieces(run.bucket)
-    big = max(names, key=lambda name: len(run.bucket.objects[name][0]))
-    small = min(names, key=lambda name: len(run.bucket.objects[name][0]))
-    del run.bucket.objects[big]
-    data, modified = run.bucket.objects[small]
-    run.bucket.objects[small] = data[:-1] + bytes([data[-1] ^ 1]), modified
-    damaged = run.mirror.find_damage(added, lambda _: None)
-    assert len(damaged) == 2
-    with pytest.raises(CorruptionError):
-        loaded_by(run, added)
-    version = run.entries[0].info.id
-    mended = run.mirror.copy(run.reader, version, Stop(), damaged=damaged)
-    sizes = run.mirror.manifest(added).manifest.object_sizes()
-    assert mended.put_bytes == sum(sizes[name] for name in damaged)
-    assert run.mirror.find_damage(mended.added, lambda _: None) == {}
-    assert same(loaded_by(run, mended.added), state_of(1))
-    assert run.mirror.read().versions == (mended.added,)
-
-
-@pytest.mark.parametrize("as_file", [False, True])
-def test_small_storages_are_read_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_file: bool
-) -> None:
+def test_small_storages_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, object] = {f"{n}": torch.full((9,), float(n)) for n in range(500)}
     run = Run(tmp_path, [state])
-    if as_file:
-        run.mirror = Mirror(Folder(str(tmp_path / "bucket")), MODEL)
     run.claim()
     fetched: list[int] = []
 
@@ -546,43 +508,4 @@ def test_small_storages_are_read_together(
     added = run.copy(0)
     assert sorted(fetched) == [1, 500], "those, and what is around them"
     assert same(load_version(run.mirror, added), state)
-    run.reader.close()
-
-
-def test_a_host_gives_each_piece_by_one_request_and_whatever_happens_to_one_is_named(
-    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    with serving(tmp_path / "host") as server, contextlib.closing(HostStore(url(server), "")) as to:
-        mirror = Mirror(to, MODEL)
-        mirror.claim("a test", run.reader.uuid, 0)
-        added = mirror.copy(run.reader, run.entries[0].info.id, Stop()).added
-        assert mirror.find_damage(added, lambda _: None) == {}
-        mirror.check(added, lambda _: None)
-        assert caplog.text == "", "nothing is refused, which would count as damage at the host"
-        pieces = (tmp_path / "host").rglob("pieces/*")
-        path = max(pieces, key=lambda each: each.stat().st_size)
-        data = path.read_bytes()
-        for damaged in (data[:-1] + b"x", data[:-1], data + b"x", b"", None):
-            path.unlink() if damaged is None else path.write_bytes(damaged)
-            assert mirror.find_damage(added, lambda _: None).keys() == {
-                f"_portus/pieces/{path.name}"
-            }
-            with pytest.raises(CorruptionError, match=path.name):
-                mirror.check(added, lambda _: None)
-            assert mirror.mend(added, run.reader, run.entries[0].info.id, Stop()) == 1
-            assert path.read_bytes() == data
-            [added] = mirror.read().versions
-
-
-def test_frozen_storages_beside_each_other_are_sent_once(tmp_path: Path) -> None:
-    """The files of two versions differ before each of them: by the names of their archives."""
-    frozen = [torch.rand(length) for length in (ALONE // 4, ALONE, 2 * UNIT // 4 + 1, ALONE)]
-    run = Run(tmp_path, [{"frozen": frozen, "step": step} for step in (1, 2)])
-    run.claim()
-    version = run.entries[1].info.id
-    run.copy(0)
-    cost = run.mirror.copy(run.reader, version, Stop())
-    assert cost.put_bytes < 10_000
-    assert same(loaded_by(run, cost.added), {"frozen": frozen, "step": 2})
     run.reader.close()

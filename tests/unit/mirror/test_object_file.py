@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import threading
@@ -128,8 +127,8 @@ def test_a_request_that_fails_ends_a_load_and_leaves_no_thread(tmp_path: Path, a
     assert not any(each.is_alive() for each in beside)  # their last lines may still run
 
 
-def made(chance: random.Random) -> tuple[bytes, PackedFile, list[FileObject]]:
-    """A file with storages and gaps of all sizes, cut into objects anywhere."""
+def made(chance: random.Random) -> tuple[bytes, PackedFile]:
+    """A file with storages and gaps of all sizes."""
     offset, length, at = [], [], 0
     for _ in range(chance.randrange(1, 8)):
         at += chance.choice([0, 0, 1, 64, 5000, 300_000])
@@ -140,20 +139,13 @@ def made(chance: random.Random) -> tuple[bytes, PackedFile, list[FileObject]]:
     data = chance.randbytes(at + chance.choice([0, 10, 400_000]))
     order = chance.sample(range(len(offset)), len(offset))
     columns = np.array([[each[n] for n in order] for each in (offset, length)], np.int64)
-    cuts = sorted({0, len(data), *(chance.randrange(len(data) + 1) for _ in range(3))})
-    objects = [
-        FileObject(f"{start}", end - start, digest(data[start:end]))
-        for start, end in itertools.pairwise(cuts)
-    ]
-    return data, PackedFile("a", len(data), *columns), objects
+    return data, PackedFile("a", len(data), *columns)
 
 
-def opened(data: bytes, file: PackedFile, objects: list[FileObject]) -> ObjectFile:
-    def load(name: str, start: int, length: int) -> bytes:
-        at = int(name) + start
-        return data[at : at + length]
-
-    return ObjectFile("a store", file, objects, load)
+def opened(data: bytes, file: PackedFile, saved: bytes | None = None) -> ObjectFile:
+    """saved: what ``data`` was before it was damaged."""
+    stored = FileObject("a", len(data), digest(data if saved is None else saved))
+    return ObjectFile("a store", file, stored, lambda _, start, size: data[start : start + size])
 
 
 def test_in_whatever_order_ranges_are_announced_and_loaded_they_are_those_of_the_file(
@@ -161,8 +153,8 @@ def test_in_whatever_order_ranges_are_announced_and_loaded_they_are_those_of_the
 ) -> None:
     chance, loads = random.Random(seed), 0
     for _ in range(6):
-        data, file, objects = made(chance)
-        with contextlib.closing(opened(data, file, objects)) as found:
+        data, file = made(chance)
+        with contextlib.closing(opened(data, file)) as found:
             for _ in range(8):
                 some = chance.sample(range(len(file.length)), len(file.length))
                 some = [n for n in some if file.length[n]]
@@ -186,7 +178,7 @@ def test_in_whatever_order_ranges_are_announced_and_loaded_they_are_those_of_the
 def test_fetch_and_check_give_the_digests_of_what_is_there(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(6):
-        data, file, objects = made(chance)
+        data, file = made(chance)
         room = np.zeros(max(1, int(file.length.sum())), np.uint8)
         place = room.ctypes.data + np.cumsum(file.length) - file.length
         targets = Sources(
@@ -197,7 +189,7 @@ def test_fetch_and_check_give_the_digests_of_what_is_there(seed: int) -> None:
             for start, length in zip(file.offset.tolist(), file.length.tolist(), strict=True)
             for at in range(0, max(1, length), UNIT)
         ]
-        with contextlib.closing(opened(data, file, objects)) as found:
+        with contextlib.closing(opened(data, file)) as found:
             for call in (found.fetch, found.check):
                 assert [row.tobytes() for row in call(targets, Stop())] == expected
         storages = zip(file.offset.tolist(), file.length.tolist(), strict=True)
@@ -206,18 +198,18 @@ def test_fetch_and_check_give_the_digests_of_what_is_there(seed: int) -> None:
 
 
 def test_a_file_that_was_damaged_or_cut_is_not_written_without_an_error(tmp_path: Path) -> None:
-    data, file, objects = made(random.Random(3))
+    data, file = made(random.Random(3))
     for at in (0, len(data) // 2, len(data) - 1):
         damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with open(tmp_path / "whole", "w+b") as out, pytest.raises(CorruptionError, match="digest"):
-            opened(damaged, file, objects).write(out.fileno(), "whole", lambda _: None)
+            opened(damaged, file, data).write(out.fileno(), "whole", lambda _: None)
 
 
 @pytest.mark.parametrize("at", [0, UNIT])
 def test_a_write_that_failed_silently_is_found(tmp_path: Path, at: int) -> None:
     data = random.Random(4).randbytes(2 * UNIT + 9)
     file = PackedFile("a", len(data), *(np.zeros((2, 0), np.int64)))
-    objects = [FileObject("a", len(data), digest(data))]
+    stored = FileObject("a", len(data), digest(data))
     store = ModelStore()
     store.put("a", data)
     told: list[int] = []
@@ -228,7 +220,7 @@ def test_a_write_that_failed_silently_is_found(tmp_path: Path, at: int) -> None:
             if sum(told) > at:
                 os.pwrite(out.fileno(), bytes(9), at)
 
-        whole = ObjectFile("a store", file, objects, store.get_range)
+        whole = ObjectFile("a store", file, stored, store.get_range)
         with pytest.raises(CorruptionError, match="digest"):
             whole.write(out.fileno(), "whole", lose)
     assert sum(told) == len(data)
@@ -262,7 +254,7 @@ def test_a_slow_request_of_a_whole_file_delays_no_other(
         assert start or many.wait(60), "the others wait for the first one"
         return data[start : start + length]
 
-    whole = ObjectFile("a store", file, [FileObject("a", len(data), digest(data))], load)
+    whole = ObjectFile("a store", file, FileObject("a", len(data), digest(data)), load)
     with open(tmp_path / "whole", "w+b") as out:
         whole.write(out.fileno(), "whole", lambda _: None)
     assert (tmp_path / "whole").read_bytes() == data

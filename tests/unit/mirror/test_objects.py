@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from portus.reach.mirror import objects, pieces, writer
+from portus.reach.mirror import objects, writer
 from portus.reach.mirror.objects import (
     DIGEST_SUFFIX,
     NUMBER_MAX,
@@ -90,6 +90,4 @@ def test_the_document_has_the_header_and_the_numbers() -> None:
         f"| the name of a claiming process, for messages | {objects.WHO_SIZE_MAX} characters |"
         in TEXT
     )
-    assert f"of a storage of {pieces.ALONE >> 20} MiB or more" in TEXT
-    assert f"before what shares it has more than {pieces.SHARED >> 20} MiB" in TEXT
     assert f"older than {writer.GRACE_S / 3600:.0f} hours by the clock of the store" in TEXT

@@ -35,7 +35,6 @@ from portus.reach.pools.mirror_versions import load_version
 from portus.reach.training.safetensors import Safetensors
 from portus.reach.training.training_files import TrainingFiles
 from tests.same import assert_same
-from tests.simulation.model_store import ModelStore
 from tests.unit.mirror.test_mirror import new_pool
 from tests.unit.pools.scene import stored
 
@@ -128,15 +127,9 @@ def test_the_bytes_are_those_of_the_pool_and_of_an_export(scene: Scene) -> None:
         assert verify_file(path) == path.stat().st_size
 
 
-@pytest.mark.parametrize("in_pieces", [False, True])
-def test_a_fresh_pool_gets_all_of_it(scene: Scene, in_pieces: bool) -> None:
-    if in_pieces:
-        small = ModelStore()
-        scene.of_mirror = lambda: Mirror(small, MODEL)  # type: ignore[method-assign]
-        scene.mirror = scene.of_mirror()
+def test_a_fresh_pool_gets_all_of_it(scene: Scene) -> None:
     writer = new_pool()
     for added in scene.copy():
-        assert len(scene.objects()) == (0 if in_pieces else 4) or added.step < 3
         fetch_version(scene.of_mirror(), added, writer)
     assert portus.check(writer) == []
     first, second, third = writer.catalogue().entries()

@@ -611,7 +611,7 @@ def test_bad_input_is_an_error_at_the_call_that_leaves_nothing_behind() -> None:
         (lambda: portus.Checkpointer("run", "gpt"), "one run; found 'gpt'"),
         (lambda: portus.Checkpointer("run", max_bytes=1 << 30), "keep= says how many"),
         (lambda: portus.Checkpointer("run", durable=2), "only storage hosts"),
-        (lambda: portus.Checkpointer("run", mirror="portus://h:1"), "objects on a storage host"),
+        (lambda: portus.Checkpointer("run", mirror="portus://h:1"), "a storage host is no mirror"),
         (lambda: portus.Checkpointer("run", keep=0), "expected at least 1"),
         (lambda: portus.Checkpointer("run", guard="never"), "guard"),  # type: ignore[arg-type]
         (lambda: portus.Checkpointer("run").save({}, -1), "expected 0 or more, found -1"),

@@ -9,7 +9,7 @@ import pytest
 
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.opening import open_file_store
+from portus.reach.mirror.opening import open_store
 from tests.unit.paths.programs import SLOW
 from tests.warm import in_process
 
@@ -39,7 +39,7 @@ def test_what_a_child_saves_is_in_the_mirror_and_in_the_journal(
     (tmp_path / "bucket").mkdir()
     ran = in_process(PROGRAM.format(home=str(tmp_path), opened=opened))
     assert ran.returncode == 0, ran.stderr
-    store = open_file_store(parse(f"file://{tmp_path}/bucket"))
+    store = open_store(parse(f"file://{tmp_path}/bucket"))
     names = [each.path for each in MirroredFiles(store, "run", "bucket").read().files]
     store.close()
     assert names == ["ckpt/1.ckpt"]

@@ -22,8 +22,8 @@ from portus.engine.media.process import Descriptor
 from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.shared_state import ClientTimeouts
-from portus.reach.files.host import HostPool
 from portus.reach.training.training_files import TrainingFiles
+from portus.reach.versions.host import HostPool
 from tests.hosts import serving, url
 from tests.moments import WAIT_S_MAX
 from tests.unit.pools.scene import Scene, stored

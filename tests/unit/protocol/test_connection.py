@@ -132,7 +132,7 @@ def test_what_the_table_does_not_have_is_refused_by_the_listener() -> None:
             with pytest.raises(ProtocolError):
                 listener.feed(b"")  # of no use any more
             tried += 1
-    assert tried > 250
+    assert tried > 220
 
 
 def test_what_the_table_does_not_have_cannot_be_said() -> None:

@@ -25,8 +25,8 @@ from portus.engine.paths import process
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.opening import open_file_store
-from portus.reach.mirror.store import FileStore, Part, UnwritableError
+from portus.reach.mirror.opening import open_store
+from portus.reach.mirror.store import Part, Store, UnwritableError
 from portus.reach.training import file_mirror
 from portus.reach.training.training_files import TrainingFiles, _CheckpointRequest
 from tests.moments import until
@@ -39,8 +39,8 @@ class Bucket:
 
     def __init__(self) -> None:
         self.address = f"memory:mirror-{next(NUMBERS)}"
-        self.store: FileStore = open_file_store(parse(self.address))
-        self.behind: FileStore = open_file_store(parse(self.address))
+        self.store: Store = open_store(parse(self.address))
+        self.behind: Store = open_store(parse(self.address))
         """The same objects, for who looks: an upload that waits holds the first one up."""
         self.sent: list[str] = []
         self.gate = threading.Event()
@@ -85,7 +85,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(process, "_savers", [])
     monkeypatch.setattr(process, "_writers", [])
-    monkeypatch.setattr(file_mirror, "open_file_store", lambda _: made)
+    monkeypatch.setattr(file_mirror, "open_store", lambda _: made)
     monkeypatch.setattr("portus.reach.mirror.background_copier._PAUSE_MIN_S", 0.01)
     yield made
     process._finish()

@@ -9,9 +9,9 @@ from typing import Final, Generic, TypeVar
 
 from portus.engine.spec import VersionInfo
 from portus.reach.index.pool import PoolWriter
-from portus.reach.mirror.copier import Copier
+from portus.reach.mirror.copier import PoolCopier
 
-EachCopier = TypeVar("EachCopier", bound=Copier)
+EachCopier = TypeVar("EachCopier", bound=PoolCopier)
 
 
 class Copies(Generic[EachCopier]):

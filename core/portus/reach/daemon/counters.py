@@ -18,7 +18,6 @@ COUNTED: Final = {
     "bounced_bytes": "bytes of these that went through a buffer",
     "shared_bytes": "bytes that versions share with earlier ones",
     "read_bytes": "bytes sent to readers",
-    "object_bytes": "bytes of objects that others mirror here, as they came",
     "scrubbed_bytes": "bytes read by completed scrubs",
     "pull_seconds": "time spent receiving, or moving by verbs, and hashing",
     "hash_seconds": "time spent hashing and copying on what came through a socket, of pull_seconds",

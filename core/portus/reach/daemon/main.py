@@ -16,11 +16,11 @@ from portus.reach.daemon.admin import AdminSocket, admin_path
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import Fabric
+from portus.reach.daemon.leader import OtherHost
 from portus.reach.daemon.mirrors import TenantMirrors
 from portus.reach.daemon.options import HostFiles, ServeOptions, reload
 from portus.reach.daemon.places import CONNECTIONS, Places
 from portus.reach.daemon.pools import Pools, parse_rate, parse_size
-from portus.reach.daemon.replicas import OtherHost
 from portus.reach.daemon.scrubber import Scrubber
 from portus.reach.daemon.secrets import Secrets
 from portus.reach.daemon.server import Listener, Server, is_here, open_listener, shut

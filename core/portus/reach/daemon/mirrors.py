@@ -135,5 +135,4 @@ class TenantMirror(Copies[Copier]):
         self._writer.yields.remove(self._yield_space)
 
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
-        turn = self._turns
-        return Copier(self._store, self.name, model, self._writer, turn=turn, newest=newest)
+        return Copier(self._store, self.name, model, self._writer, self._turns, newest)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from portus.errors import BusyError, MediumError, TransportError, UsageError
+from portus.reach.daemon.leader import OtherHost
+from portus.reach.daemon.leads import Leads
 from portus.reach.daemon.mirrors import TenantMirror, TenantMirrors
-from portus.reach.daemon.objects import MEMORY, Objects
-from portus.reach.daemon.replicas import OtherHost, Replica
+from portus.reach.daemon.replicas import Replica
 from portus.reach.daemon.secrets import read_words
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.directory import (
@@ -39,6 +40,9 @@ from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import DirectoryLock, ProcessLocks
 from portus.reach.media.space import Memory
 from portus.reach.protocol.address import TENANT, check_tenant, is_tenant
+
+MEMORY: Final = "memory:"
+"""The prefix of a host's place whose pools are in memory."""
 
 TENANTS_MAX: Final = 1024
 WAIT_S: Final = 60.0
@@ -77,8 +81,8 @@ class HostedPool:
         self.tenant: Final = tenant
         self.writer: Final = writer
         self.path: Final = path
-        self.objects: Final = Objects(tenant, writer, path)
-        """The objects that others mirror here."""
+        self.leads: Final = Leads(writer, path)
+        """Who leads its models, of two hosts that have them."""
         self.mirror: TenantMirror | None = None
         """The mirror of the pool; None if it has none."""
         self.replica: Replica
@@ -250,7 +254,7 @@ class Pools:
         try:
             if self._mirrors is not None:
                 hosted.mirror = self._mirrors.attach(hosted.tenant, hosted.writer)
-            hosted.replica = Replica(hosted.tenant, hosted.writer, hosted.objects, self._other)
+            hosted.replica = Replica(hosted.tenant, hosted.writer, hosted.leads, self._other)
         except BaseException:
             if hosted.mirror is not None:
                 hosted.mirror.close(0)

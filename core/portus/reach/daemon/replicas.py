@@ -1,10 +1,9 @@
 """The other host of a storage host: ``portus serve POOL --replica portus://other``.
 
-Each model has one log, among the objects that the other host, its home, keeps for the tenant
-(``REPLICA``). The first host copies commits there. The host that grants a claim leads the model
-(``reach.mirror.commit_numbers``): the first host by requests, like any mirror; the home directly,
-when a client claims a model there that has a log. While a client has a claim at the home, the home
-lets no other host append to the log of the model. Any host is the home of what is copied to it.
+The first host copies each model to the pool of the same tenant at the other host, and leads it
+while its clients save it (``leader``). The other host knows who leads (``leads``): itself, once a
+client claims a model there that a first host has led. While a client has that claim, no other host
+may lead the model, or copy to it. Any host is the second one of who asks it to lead.
 """
 
 from __future__ import annotations
@@ -12,102 +11,56 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import threading
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Set
 from typing import Final
 
-from portus.engine.spec import VersionInfo
-from portus.errors import BusyError, PortusError, TransportError, UsageError
+from portus.errors import (
+    BusyError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+    printable,
+)
 from portus.reach.daemon.copies import Copies
 from portus.reach.daemon.events import tell
-from portus.reach.daemon.objects import Objects
-from portus.reach.daemon.secrets import Secrets
+from portus.reach.daemon.leader import NOBODY, Leader, OtherHost, TenantThere
+from portus.reach.daemon.leads import Leads
 from portus.reach.index.pool import PoolWriter
-from portus.reach.mirror.commit_numbers import REPLICA, Leader
-from portus.reach.mirror.host_store import HostStore
-from portus.reach.mirror.objects import LOG, entry_number, prefix_of
-from portus.reach.mirror.store import MissingError, Store
-from portus.reach.protocol.address import TENANT, Address
-from portus.reach.transport.dial import AUTHORITY_VARIABLE, Credentials
-
-_ANSWER_S: Final = 10.0
-"""Seconds that the other host may stay silent: a client waits for its claim meanwhile."""
-
-_ABREAST: Final = 4
-"""Models that are copied at the same time."""
-
-
-class OtherHost:
-    """The host to which a first host copies all its tenants, by the secrets that they have here."""
-
-    def __init__(self, address: Address, secrets: Secrets) -> None:
-        """Keep the address. Raise ``UsageError`` if it has a tenant, or two hosts."""
-        if address.tenant != TENANT or address.second is not None:
-            raise UsageError(
-                f"--replica {address}: expected one host, portus://host:7117, without a tenant: "
-                "each tenant is copied to the tenant of its name there"
-            )
-        self.address: Final = address
-        self._secrets: Final = secrets
-        self.turns: Final = threading.BoundedSemaphore(_ABREAST)
-        """One is taken while a model is copied."""
-
-    def name(self, tenant: str) -> str:
-        """Return the address of ``tenant`` at the other host, as text."""
-        return str(replace(self.address, tenant=tenant))
-
-    def store(self, tenant: str) -> Store:
-        """Return the store of a tenant's logs there, which the caller closes. Asks no host yet."""
-        credentials = Credentials(
-            self._secrets.first_of(tenant), os.environ.get(AUTHORITY_VARIABLE) or None
-        )
-        return HostStore(self.name(tenant), REPLICA, credentials, _ANSWER_S)
-
-    def check(self, tenant: str) -> None:
-        """Raise ``UsageError`` if the other host cannot keep the logs of a tenant: it refuses the
-        secret, is too old, or has no place for objects. Log it if the host does not answer."""
-        with contextlib.closing(self.store(tenant)) as store:
-            try:
-                next(iter(store.list("")), None)
-            except TransportError as error:
-                text = f"{tenant}: --replica {self.address} does not answer, and is tried again: "
-                tell(logging.ERROR, "replica_away", f"{text}{error}", tenant=tenant)
-            except PortusError as error:
-                raise UsageError(f"--replica {self.address}, tenant {tenant!r}: {error}") from error
+from portus.reach.mirror.background_copier import who
+from portus.reach.protocol import messages as said
 
 
 class Replica(Copies[Leader]):
-    """The logs of one tenant's models: those that this host leads, and those that it keeps.
-    Thread-safe."""
+    """The models of one tenant that this host leads at the other host, and those that other hosts
+    lead here. Thread-safe."""
 
     def __init__(
-        self, tenant: str, writer: PoolWriter, objects: Objects, other: OtherHost | None
+        self, tenant: str, writer: PoolWriter, leads: Leads, other: OtherHost | None
     ) -> None:
-        """objects: what others mirror here. other: the host to which saves here are copied, the
-        versions that the pool already has included; None: none, except for models whose logs are
-        here."""
+        """leads: of the models that are copied here. other: the host to which saves here are
+        copied, the versions that the pool already has included; None: none.
+
+        Fetches the models that the pool lacks, and that the other host has from a host before this
+        one. Raises what fetching raises, but ``TransportError``."""
         super().__init__(tenant, writer)
-        self._objects: Final = objects
+        self._leads: Final = leads
         self._other: Final = other
         self._locks: Final[dict[str, threading.Lock]] = {}
         self._claims: Final[Counter[str]] = Counter()
-        # So that no entry of another host is placed once this host leads the model.
-        self._placing: Final = threading.Lock()
-        self._led: Final[set[str]] = set()
-        """Prefixes of the models to whose logs, kept here, only this host appends."""
         if other is not None:
-            for model in writer.catalogue().models:
-                if not self._has_log(model):
-                    self._follow(self._make_leader(model), model)
+            own = set(writer.catalogue().models)
+            self._fetch(other, own)
+            for model in own:
+                if not leads.of(model).term:
+                    self._follow(Leader(other, tenant, model, writer), model)
 
     def claim(self, model: str) -> None:
-        """Count one more connection that is about to save a model. For the first one, bring the
-        pool up to the log of the model, if it has or is to have one, and take the term. Blocks
-        while versions are fetched. Raises as ``Leader.lead``."""
+        """Count one more connection that is about to save a model. For the first one, take the lead
+        of the model, if two hosts keep it. Blocks while versions are fetched. Raises as
+        ``Leader.lead``."""
         with self._lock_of(model):
             if not self._claims[model]:
                 # Once for all connections of the client that has the claim.
@@ -118,48 +71,66 @@ class Replica(Copies[Leader]):
         """Count one connection less."""
         with self._lock_of(model):
             self._claims[model] -= 1
-            if not self._claims[model]:
-                self._let_append(model)
 
-    def require(self, model: str) -> None:
-        """Raise ``StaleError`` if what this host commits of a model does not count any more."""
-        leader = self._copiers.get(model)
-        if leader is not None:
+    def answer(self, message: said.Lead) -> said.Led:
+        """Return who leads a model; the pool of another host from now on, if it may. Raise
+        ``BusyError`` while a client of this host saves the model."""
+        model = message.model
+        self._leads.check()
+        with self._lock_of(model):
+            lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)
+            newest = listed[-1].info.token if listed else NOBODY
+            granted = False
+            if message.pool != NOBODY:
+                if self._claims[model]:
+                    raise BusyError(errno.EBUSY, f"a client saves model {model!r} here")
+                granted = (lead.term, newest) == (message.term, message.newest)
+            if granted:
+                who_asks = printable(message.who)
+                lead = self._leads.take(model, message.pool, message.commit, who_asks)
+        return said.Led(granted, lead.pool, lead.commit, lead.who, lead.term, newest)
+
+    def require_led(self, model: str) -> None:
+        """Raise ``TransportError`` if no first host has led a model here: then only that one knows
+        the version to continue from."""
+        if not self._leads.of(model).term:
+            raise TransportError(
+                f"this host keeps no replica of model {model!r}: is the first host served with "
+                "--replica?"
+            )
+
+    def require(self, model: str, term: int = 0) -> None:
+        """Raise ``StaleError`` if what a client commits here does not count any more; or what
+        another host copies here, which leads in ``term``."""
+        if term:
+            lead = self._leads.of(model)
+            if lead.term != term or self._claims[model]:
+                raise StaleError(f"model {model!r} is led by {lead.who}, in term {lead.term}")
+        elif (leader := self._copiers.get(model)) is not None:
             leader.require()
 
-    def note_commit(self, model: str, token: bytes) -> None:
-        """Report a committed version. Where the log is here, return once the log has it: a version
-        outside of the log does not count if another host leads later. Raises as
-        ``wait_until_logged``."""
-        leader = self._copiers.get(model)
-        if leader is not None and leader.is_home:
-            leader.wait_until_logged(token)
+    @contextlib.contextmanager
+    def committing(self, model: str, term: int, commit: int = 0) -> Iterator[None]:
+        """Require as ``require`` does, and let nobody else take the lead within a copy of another
+        host. commit: the newest one of its pool."""
+        # A client that claims the model here finds the copy, or has it refused (decision 0156).
+        with self._lock_of(model) if term else contextlib.nullcontext():
+            self.require(model, term)
+            if term:
+                self._leads.reach(model, commit)
+            yield
 
-    def wait_until_logged(self, model: str, token: bytes) -> None:
-        """Wait as ``Leader.wait_until_logged``. Raise ``UsageError`` if the model has no log."""
+    def settle(self, model: str, token: bytes) -> None:
+        """Return once both hosts have a version, as far as two can have it: see
+        ``Leader.wait_until_copied``. Raise ``UsageError`` if this host alone has the model."""
         leader = self._copiers.get(model)
-        if leader is None:
+        if leader is not None:
+            leader.wait_until_copied(token)
+        elif not self._leads.of(model).term:
             raise UsageError(
                 f"model {model!r} is on this host alone: durable=2 takes one that is served with "
                 "--replica"
             )
-        leader.wait_until_logged(token)
-
-    def put(self, name: str, data: bytes, *, fresh: bool) -> bool:
-        """Write an object from another host, see ``Objects.put``. Raise ``BusyError`` for the next
-        entry of a log while a client of this host saves the model."""
-        objects, prefix = self._objects, _prefix_of_entry(name)
-        if prefix is None:
-            return objects.put(name, data, fresh=fresh)
-        with self._placing:
-            # While a client saves here, no other host appends to the log of the model
-            # (decision 0156).
-            if prefix not in self._led:
-                return objects.put(name, data, fresh=fresh)
-            with contextlib.suppress(MissingError):
-                objects.store.get(name)
-                return False
-        raise BusyError(errno.EBUSY, "a client saves this model at the replica: it continues there")
 
     @property
     def name(self) -> str:
@@ -176,40 +147,33 @@ class Replica(Copies[Leader]):
         before = self._copiers.pop(model, None)
         if before is not None:
             before.close()
-        if self._has_log(model):
-            with self._placing:
-                self._led.add(prefix_of(model))
-        elif self._other is None:
-            return
-        leader = self._make_leader(model)
-        try:
+        lead, own = self._leads.of(model), self._writer.uuid
+        if lead.term:
+            if lead.pool != own:
+                self._leads.take(model, own, self._writer.catalogue().root.sequence, who())
+        elif self._other is not None:
+            leader = Leader(self._other, self._tenant, model, self._writer)
             why_not = leader.lead()
-        except BaseException:
-            # The lead was not taken, so the other host may append again.
-            self._let_append(model)
-            raise
-        self._follow(leader, model)
-        if why_not:
-            text = (
-                f"{self._tenant}: model {model!r} is saved here WITHOUT its replica, and "
-                f"what is committed may be superseded there: {why_not}"
-            )
-            tell(logging.ERROR, "replica_away", text, tenant=self._tenant, model=model)
+            self._follow(leader, model)
+            if why_not:
+                self._tell_away(
+                    f"model {model!r} is saved here WITHOUT its replica, and what is committed may "
+                    f"be superseded there: {why_not}",
+                    model=model,
+                )
 
-    def _make_leader(self, model: str) -> Leader:
-        make = partial(Leader, shed=partial(self._shed, model))
-        if self._other is None or self._has_log(model):
-            store, name = self._objects.below(REPLICA), "the log on this host"
-            return make(store, name, model, self._writer, contextlib.nullcontext(), is_home=True)
-        store, turns = self._other.store(self._tenant), self._other.turns
-        return make(store, self.name, model, self._writer, turns, is_home=False)
+    def _fetch(self, other: OtherHost, own: Set[str]) -> None:
+        try:
+            with contextlib.closing(TenantThere(other, self._tenant)) as there:
+                lacking = there.pool.catalogue().models.keys() - own
+            for model in lacking:
+                Leader(other, self._tenant, model, self._writer).fetch()
+        except PortusError as error:
+            self._tell_away(f"nothing is fetched from {self.name} before a claim: {error}")
 
-    def _shed(self, model: str, versions: Collection[VersionInfo]) -> None:
-        """Remove versions that do not count any more."""
-        steps = ", ".join(str(info.step) for info in versions)
-        text = f"{self._tenant}: model {model!r}: steps {steps} do not count any more"
-        tell(logging.WARNING, "retired", f"{text}: it continued elsewhere meanwhile")
-        self._writer.retire({info.id for info in versions})
+    def _tell_away(self, text: str, **fields: str) -> None:
+        tenant = self._tenant
+        tell(logging.ERROR, "replica_away", f"{tenant}: {text}", tenant=tenant, **fields)
 
     def _follow(self, leader: Leader, model: str) -> None:
         """Copy the commits of a model from now on. Not while its leader takes the lead, nor if that
@@ -218,26 +182,6 @@ class Replica(Copies[Leader]):
             self._copiers[model] = leader
         leader.wake()
 
-    def _has_log(self, model: str) -> bool:
-        try:
-            store = self._objects.store
-        except UsageError:
-            return False  # a device: nothing is kept here
-        below = f"{REPLICA}/{prefix_of(model)}{LOG}"
-        return next(iter(store.list(below)), None) is not None
-
-    def _let_append(self, model: str) -> None:
-        with self._placing:
-            self._led.discard(prefix_of(model))
-
     def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
             return self._locks.setdefault(model, threading.Lock())
-
-
-def _prefix_of_entry(name: str) -> str | None:
-    """Return the prefix of the model whose log the object is an entry of, or None if it is none."""
-    first, _, rest = name.partition("/")
-    prefix, slash, entry = rest.partition("/")
-    is_entry = first == REPLICA and entry_number(entry) is not None
-    return prefix + slash if is_entry else None

@@ -58,11 +58,8 @@ ANSWERS: Final[dict[type[Said], Callable[[Guest, Any], Said]]] = {
     said.Push: pool.push,
     said.GiveBack: pool.give_back,
     said.Note: pool.note,
-    said.Put: pool.put,
-    said.Get: pool.get,
-    said.List: pool.list_some,
-    said.Delete: pool.delete,
     said.Settle: saves.settle,
+    said.Lead: saves.lead,
 }
 
 for _kind in MESSAGES:

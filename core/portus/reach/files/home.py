@@ -13,7 +13,6 @@ from typing import Final
 
 from portus.engine.pipeline.plan import Snapshot
 from portus.errors import PortusError
-from portus.reach.files.host import HostDraft, HostPool
 from portus.reach.index.directory import (
     WRITERS,
     create_pool,
@@ -31,6 +30,7 @@ from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
 from portus.reach.media.names import fitting
+from portus.reach.versions.host import HostDraft, HostPool
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")

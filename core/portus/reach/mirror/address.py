@@ -1,5 +1,5 @@
 """Addresses of mirrors: ``s3://bucket/prefix``, ``gs://``, ``az://``, ``file:///path``,
-``memory:``; or on a storage host, ``portus://host:7117``.
+``memory:``.
 
 A URL names only a place. The environment has the credentials, as for every other program: URLs are
 written into logs, scripts and histories of shells.
@@ -14,14 +14,12 @@ from typing import Final
 
 from portus.errors import UsageError, mask, printable
 from portus.reach.protocol.address import is_address
-from portus.reach.protocol.address import parse as parse_host
 
 MIRROR_VARIABLE: Final = "PORTUS_MIRROR"
 """The variable that names the mirror of all runs that name none."""
 
 EXPECTED: Final = (
-    "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path or "
-    "portus://host:7117"
+    "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
 )
 
 _FORM: Final = re.compile(r"(s3|gs|az)://([^/]*)(?:/(.*))?|(file)://(/.*)|(memory):(.*)", re.DOTALL)
@@ -36,14 +34,12 @@ class StoreKind(enum.Enum):
     AZURE = "az"
     FOLDER = "file"
     MEMORY = "memory"
-    HOST = "portus"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
     """A place for objects. ``bucket`` (Azure: container); ``prefix``: the beginning of all names,
-    without slashes at its ends; of a folder, its absolute path; of memory, its name. For a storage
-    host ``bucket`` is its address."""
+    without slashes at its ends; of a folder, its absolute path; of memory, its name."""
 
     kind: StoreKind
     bucket: str
@@ -54,14 +50,11 @@ class StoreAddress:
             return f"memory:{self.prefix}"
         if self.kind is StoreKind.FOLDER:
             return f"file://{self.prefix}"
-        if self.kind is StoreKind.HOST:
-            return self.bucket + (f"/{self.prefix}" if self.prefix else "")
         return f"{self.kind.value}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
 
 def is_store(text: str) -> bool:
-    """Return whether ``text`` has the form of a store's address, right or wrong. False for a
-    storage host: that has pools, too."""
+    """Return whether ``text`` has the form of a store's address, right or wrong."""
     return re.match(r"(?:s3|gs|az|file)://|memory:", text) is not None
 
 
@@ -69,9 +62,11 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
     """Return the address in ``text``. what: its source, for messages. Raises ``UsageError``,
     without the text if that may hold a secret."""
     if is_address(text):
-        if parse_host(text).second is not None:
-            raise UsageError(f"{what} {text!r}: a mirror is on one storage host; name one of them")
-        return StoreAddress(StoreKind.HOST, str(parse_host(text)), "")
+        shown = mask(text, is_address=True)
+        raise UsageError(
+            f"{what} {shown!r}: a storage host is no mirror: {EXPECTED}. Save to a host "
+            "with pool=; `portus serve --replica` copies one host to another"
+        )
     _refuse_secrets(text, what)
     found = _FORM.fullmatch(text)
     if found is None or not text.isprintable():

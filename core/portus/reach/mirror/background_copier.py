@@ -14,13 +14,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, Protocol
 
 from portus.engine.copying.segments import Stop, StoppedError
 from portus.engine.copying.thread import JoinableThread
 from portus.errors import PortusError, StaleError, UsageError
 from portus.reach.mirror.log import SupersededError
-from portus.reach.mirror.store import Store, UnwritableError
+from portus.reach.mirror.store import UnwritableError
 
 _log: Final = logging.getLogger("portus")
 
@@ -39,12 +39,19 @@ class ElsewhereError(UsageError):
     """The mirror has the newer history, of another pool or directory."""
 
 
+class Closable(Protocol):
+    """A store, or a storage host."""
+
+    def close(self) -> None:
+        """Close the connections, and end running requests."""
+
+
 class BackgroundCopier(ABC):
     """A thread that copies to a store while training saves. Thread-safe."""
 
     def __init__(
         self,
-        store: Store,
+        store: Closable,
         address: str,
         model: str,
         *,

@@ -14,10 +14,10 @@ would ever be mirrored.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -30,7 +30,13 @@ from portus.errors import (
     TransportError,
 )
 from portus.reach.index.pool import PoolWriter
-from portus.reach.mirror.background_copier import PAUSE_MAX_S, BackgroundCopier, ElsewhereError, who
+from portus.reach.mirror.background_copier import (
+    PAUSE_MAX_S,
+    BackgroundCopier,
+    Closable,
+    ElsewhereError,
+    who,
+)
 from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, NotMirroredError
@@ -40,18 +46,86 @@ from portus.reach.mirror.store import Store
 
 _log: Final = logging.getLogger("portus")
 
-_AT_ANY_TIME: Final = contextlib.nullcontext()
-
 _COLLECT_NS: Final = 24 * 3600 * 10**9
 """Nanoseconds between two collections of objects that no version needs any more."""
 
 
-class Copier(BackgroundCopier):
-    """Copies the committed versions of one model to its mirror. Thread-safe but for ``begin``."""
+class PoolCopier(BackgroundCopier):
+    """Copies the committed versions of one model of a pool. Thread-safe."""
 
-    _advice = (
-        "To resume from the mirror, move this pool away; to resume from here, use another mirror"
-    )
+    def __init__(
+        self,
+        store: Closable,
+        address: str,
+        model: str,
+        writer: PoolWriter,
+        turn: AbstractContextManager[object],
+        pause_max_s: float = PAUSE_MAX_S,
+    ) -> None:
+        """Take the parameters of ``BackgroundCopier``, and more. writer: of the pool to copy from.
+        turn: entered while it copies, for several that share a store."""
+        super().__init__(store, address, model, wait_s=0, pause_max_s=pause_max_s)
+        self._writer: Final = writer
+        self._turn: Final = turn
+        self._skipped: Final[set[bytes]] = set()
+        self._unread: Final[set[bytes]] = set()
+        """The tokens of versions that could not be fetched: they stay in the copy."""
+
+    @abstractmethod
+    def _tokens_there(self) -> Collection[bytes]:
+        """Return the tokens of the versions that are copied, as far as this process knows."""
+
+    @abstractmethod
+    def _copy_all(self) -> None:
+        """Copy all that is missing."""
+
+    def backlog(self) -> list[VersionInfo]:
+        """Return the versions of the pool that are not copied, oldest commit first."""
+        there = self._tokens_there()
+        return [each for each in self._infos() if each.token not in there]
+
+    def _infos(self) -> list[VersionInfo]:
+        """Return the versions of the pool, oldest commit first."""
+        listed = self._writer.catalogue().models.get(self._model)
+        return [entry.info for entry in listed] if listed else []
+
+    def _describe_backlog(self) -> str:
+        """Return the backlog in words; empty if all is copied."""
+        left = self.backlog()
+        if not left:
+            return ""
+        return (
+            f"{len(left)} versions of model {self._model!r} are not in {self.address}, the newest "
+            f"of step {left[-1].step}"
+        )
+
+    def _catch_up(self) -> None:
+        with self._turn:
+            self._copy_all()
+
+    def _note_copied(self, info: VersionInfo) -> None:
+        self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
+        self._has_copied = True
+
+    def _skip(self, info: VersionInfo, error: PortusError) -> None:
+        """Leave out a version, because each copy of it would fail."""
+        self._skipped.add(info.token)
+        _log.error("portus: step %d is not mirrored: %s", info.step, error)
+
+    def _tell_fetch(self, sizes: Sequence[int]) -> None:
+        """Log that versions of these sizes are about to be fetched."""
+        _log.warning(
+            "portus: %s: %d versions of model %r, %d bytes, are fetched from %s",
+            self._writer.medium.info.name,
+            len(sizes),
+            self._model,
+            sum(sizes),
+            self.address,
+        )
+
+
+class Copier(PoolCopier):
+    """Copies the committed versions of one model to its mirror. Thread-safe but for ``begin``."""
 
     def __init__(
         self,
@@ -59,18 +133,13 @@ class Copier(BackgroundCopier):
         address: str,
         model: str,
         writer: PoolWriter,
-        *,
-        turn: AbstractContextManager[object] = _AT_ANY_TIME,
-        newest: int | None = None,
-        pause_max_s: float = PAUSE_MAX_S,
+        turn: AbstractContextManager[object],
+        newest: int | None,
     ) -> None:
-        """Take the parameters of ``BackgroundCopier``, and more. writer: of the pool to copy from.
-        turn: entered while it copies, for several that share a store. newest: as for ``Mirror``."""
-        super().__init__(store, address, model, wait_s=0, pause_max_s=pause_max_s)
-        self._writer: Final = writer
+        """Take the parameters of ``PoolCopier``, and more. newest: as for ``Mirror``."""
+        super().__init__(store, address, model, writer, turn)
         self._since = writer.catalogue().root.sequence
         """The newest commit of the pool when this began, or when it was filled."""
-        self._turn: Final = turn
         self._mirror: Final = Mirror(
             store, model, key=key_from_environment(), name=address, newest=newest
         )
@@ -79,9 +148,6 @@ class Copier(BackgroundCopier):
         """The time of the last try to collect here."""
         self._uncollected = ""
         """The cause of the last failed collection."""
-        self._skipped: Final[set[bytes]] = set()
-        self._unread: Final[set[bytes]] = set()
-        """The tokens of versions that could not be fetched: they stay in the mirror."""
 
     # Before the first save.
 
@@ -111,11 +177,6 @@ class Copier(BackgroundCopier):
             self._say(error)  # the thread tries again
         self.wake()
 
-    def _infos(self) -> list[VersionInfo]:
-        """Return the versions of the pool, oldest commit first."""
-        listed = self._writer.catalogue().models.get(self._model)
-        return [entry.info for entry in listed] if listed else []
-
     def _is_behind(self, state: State) -> bool:
         """Return whether the mirror has the newer history."""
         commit = self._writer.catalogue().root.sequence
@@ -126,20 +187,14 @@ class Copier(BackgroundCopier):
         return ElsewhereError(
             f"{self._writer.medium.info.name}: model {self._model!r} continued elsewhere: the "
             f"newest that {self.address} has is step {newest.step}, of another pool, and the "
-            f"newest here is step {own[-1].step if own else None}. {self._advice}"
+            f"newest here is step {own[-1].step if own else None}. To resume from the mirror, move "
+            "this pool away; to resume from here, use another mirror"
         )
 
     def _fill(self, state: State) -> None:
         found = missing(state, self._infos())
         if found:
-            _log.warning(
-                "portus: %s: %d versions of model %r, %d bytes, are fetched from %s",
-                self._writer.medium.info.name,
-                len(found),
-                self._model,
-                sum(each.size for each in found),
-                self.address,
-            )
+            self._tell_fetch([each.size for each in found])
         done = fill(self._mirror, state, self._writer, found)
         self._unread.update({each.token for each in found} - {each.token for each in done})
         self._since = self._writer.catalogue().root.sequence
@@ -154,31 +209,15 @@ class Copier(BackgroundCopier):
                 self._collecting.set()  # the next run collects
         super().finish(wait_s)
 
-    def backlog(self) -> list[VersionInfo]:
-        """Return the versions of the pool that are not mirrored, oldest commit first."""
-        there = {each.token for each in self._mirror.state.versions}
-        return [each for each in self._infos() if each.token not in there]
-
-    def _describe_backlog(self) -> str:
-        """Return the backlog in words; empty if all is mirrored."""
-        left = self.backlog()
-        if not left:
-            return ""
-        return (
-            f"{len(left)} versions of model {self._model!r} are not in {self.address}, the newest "
-            f"of step {left[-1].step}"
-        )
+    def _tokens_there(self) -> Collection[bytes]:
+        return {each.token for each in self._mirror.state.versions}
 
     # The thread.
-
-    def _catch_up(self) -> None:
-        with self._turn:
-            self._mirror_all()
 
     def _note_passing(self) -> None:
         self._since = self._writer.catalogue().root.sequence
 
-    def _mirror_all(self) -> None:
+    def _copy_all(self) -> None:
         if not self._mirror.is_claimed:
             self._claim()
         while True:  # ends: each turn but the last mirrors something
@@ -254,11 +293,7 @@ class Copier(BackgroundCopier):
         state = self._mirror.read()
         if state.newest is not None and self._is_behind(state):
             raise self._elsewhere(state.newest)
-        self._take_term(state)
-
-    def _take_term(self, state: State, at: int | None = None) -> None:
-        """Claim the log that says ``state``. at: as of ``Mirror.claim``."""
-        self._mirror.claim(who(), self._writer.uuid, self._since, at=at)
+        self._mirror.claim(who(), self._writer.uuid, self._since)
         newest = self._mirror.state.newest
         if newest is not None:
             self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
@@ -267,12 +302,10 @@ class Copier(BackgroundCopier):
         try:
             with self._uploading() as stop:
                 self._mirror.copy(self._writer, info.id, stop, facts)
-            self._mirrored_ns = max(self._mirrored_ns, info.time_ns)
-            self._has_copied = True
+            self._note_copied(info)
         except (CorruptionError, NotMirroredError) as error:
-            # Each copy would fail: the pool's bytes are damaged, or the version has no files.
-            self._skipped.add(info.token)
-            _log.error("portus: step %d is not mirrored: %s", info.step, error)
+            # The pool's bytes are damaged, or the version has no files.
+            self._skip(info, error)
 
     def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
         """Return the facts to note besides: the versions that go."""

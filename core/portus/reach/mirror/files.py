@@ -28,7 +28,6 @@ from portus.reach.mirror.objects import (
     LOG,
     MANIFESTS,
     OWN,
-    PIECES,
     VERSIONS,
     WRITER_SIZE,
     FileAdded,
@@ -43,7 +42,7 @@ from portus.reach.mirror.objects import (
     step_in,
 )
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject
+from portus.reach.mirror.store import PART_SIZE, ListedObject, Store
 from portus.reach.mirror.writer import GRACE_S
 from portus.reach.versions.parallel import Rooms
 
@@ -76,7 +75,7 @@ class MirroredFiles(Mirror):
     """The mirror of a run that saves files. One thread at a time. All methods raise as those of
     ``Mirror``."""
 
-    def __init__(self, store: FileStore, model: str, name: str) -> None:
+    def __init__(self, store: Store, model: str, name: str) -> None:
         """Make no request. name: of the store, for messages."""
         super().__init__(store, model, key=key_from_environment(), name=name)
         self._uncounted: Final[set[str]] = set()
@@ -318,7 +317,7 @@ class MirroredFiles(Mirror):
             for each in self._objects.list("", after):
                 if each.name.startswith(LOG):
                     break
-                if not each.name.startswith((MANIFESTS, PIECES, VERSIONS)):
+                if not each.name.startswith((MANIFESTS, VERSIONS)):
                     yield each
 
     def _without_name(self, there: Iterable[ListedObject], state: State) -> list[ListedObject]:

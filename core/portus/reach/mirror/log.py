@@ -24,7 +24,6 @@ from portus.errors import (
     BusyError,
     CorruptionError,
     PortusError,
-    StaleError,
     TransportError,
     UsageError,
 )
@@ -176,18 +175,13 @@ class MirrorLog:
             self.require()
         return self.state
 
-    def _begin_term(
-        self, claimed: Claimed, writer: bytes, first: Sequence[Fact], at: int | None
-    ) -> None:
+    def _begin_term(self, claimed: Claimed, writer: bytes, first: Sequence[Fact]) -> None:
         """Begin a term. writer: random, and new for each claim. first: further facts of the log's
-        very first entry. at: the number of the entry before this one; raises ``StaleError`` if
-        another one came in between."""
+        very first entry."""
         self._own = None
         self.read()
         while self._own is None:  # ends: as in ``note``
             state, damage = self.state, self.damage
-            if at is not None and state.number != at:
-                raise StaleError(f"the mirror of model {self.model!r}: another entry came first")
             # A damaged entry may have been a claim: then its term differs from this one.
             term = state.term + 1 + len(damage)
             facts: tuple[Fact, ...] = (claimed,) if state.number else (claimed, *first)

@@ -11,11 +11,11 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.format.checksum import digest
 from portus.errors import CorruptionError, StaleError, UsageError
 from portus.reach.index.file_table import PackedFile
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
+from portus.reach.mirror.manifest import ReadManifest
 from portus.reach.mirror.model_objects import Advance, ModelObjects
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
@@ -28,8 +28,7 @@ from portus.reach.mirror.objects import (
     entry_number,
     model_of,
 )
-from portus.reach.mirror.pieces import ReadManifest, WantedObject, pieces_of
-from portus.reach.mirror.store import PART_SIZE, FileStore, ListedObject, Part, Store
+from portus.reach.mirror.store import PART_SIZE, ListedObject, Part, Store
 from portus.reach.mirror.writer import Version, Writer, read_manifest
 from portus.reach.versions.open_version import OpenVersion
 from portus.reach.versions.parallel import in_turn
@@ -129,13 +128,13 @@ class Mirror(Writer):
         else:
             name, nowhere = posixpath.basename(added.path), np.zeros(0, np.int64)
             file = PackedFile(name, added.size, nowhere, nowhere)
-            own = zip([file], [(added.object,)], strict=True)
+            own = zip([file], [added.object], strict=True)
 
         def load(name: str, start: int, length: int) -> Part:
             with self._meanwhile(added):
                 return self._objects.get_range(name, start, length)
 
-        files = [ObjectFile(self.name, file, objects, load) for file, objects in own]
+        files = [ObjectFile(self.name, file, each, load) for file, each in own]
         try:
             yield OpenMirrored(version, files)
         finally:
@@ -159,7 +158,7 @@ class Mirror(Writer):
         if isinstance(added, FileAdded):
             objects = [added.object]
         else:
-            objects = [*self.manifest(added).manifest.objects().values()]
+            objects = [*self.manifest(added).manifest.files]
         self._objects.for_each(read, objects)
         if damage:
             self._require_counted(added)
@@ -227,7 +226,7 @@ def firsts(store: Store) -> Iterator[ListedObject]:
 
 
 class _Source:
-    """The bytes of a pinned version, cut into the objects of its files."""
+    """The files of a pinned version."""
 
     def __init__(
         self, reader: PoolReader, record: VersionRecord, stop: Stop, objects: ModelObjects
@@ -245,12 +244,7 @@ class _Source:
 
     def version(self) -> Version:
         """Return the version to mirror."""
-        record, in_pieces = self._version.record, not isinstance(self._objects.store, FileStore)
-        pieces = [
-            pieces_of(each.packed, [row.tobytes() for row in each.digests], each.around)
-            for each in self._files
-            if in_pieces
-        ]
+        record = self._version.record
         return Version(
             info=record.info,
             pool=self._version.reader.uuid,
@@ -258,21 +252,15 @@ class _Source:
             digests=record.digests(np.arange(len(record.length))),
             contents=record.contents,
             files=[each.packed for each in self._files],
-            pieces=pieces if in_pieces else None,
         )
 
-    def put(self, wanted: WantedObject) -> FileObject:
-        """Put an object of the version, and its digest beside a whole file; return the object."""
-        data = self._files[wanted.number].read(wanted.start, wanted.size)
-        if isinstance(self._objects.store, FileStore):
-            sent = self._objects.put_file(wanted.name, _in_parts(data), wanted.size)
-        else:
-            piece = b"".join(data)
-            self._objects.put(wanted.name, piece)
-            sent = digest(piece)
+    def put(self, number: int, name: str) -> FileObject:
+        """Put a file of the version, and its digest beside it; return the object."""
+        file = self._files[number]
+        sent = self._objects.put_file(name, _in_parts(file.read(0, file.size)), file.size)
         self.objects += 1
-        self.put_bytes += wanted.size
-        return FileObject(wanted.name, wanted.size, sent)
+        self.put_bytes += file.size
+        return FileObject(name, file.size, sent)
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[Part]:

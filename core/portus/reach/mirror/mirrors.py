@@ -18,7 +18,7 @@ from portus.reach.mirror.files import BY_HAND, MirroredFiles
 from portus.reach.mirror.mirror import Mirror, firsts, models
 from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, model_of, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
-from portus.reach.mirror.store import FileStore, Store
+from portus.reach.mirror.store import Store
 
 LOG_LOST: Final = (
     f"there are files of a run here, and the log that says which count is lost. {BY_HAND}"
@@ -48,16 +48,8 @@ class Mirrors:
         """Return the mirror of a model, which need not exist. It is closed with this object."""
         return Mirror(self._store, model, key=self._key, name=str(self.address))
 
-    @property
-    def has_files(self) -> bool:
-        """True if files may be there; a storage host has none."""
-        return isinstance(self._store, FileStore)
-
     def files_of(self, run: str) -> MirroredFiles:
-        """Return the mirrored files of a run; they are closed with this object. Raises
-        ``UsageError`` for a storage host, which has none."""
-        if not isinstance(self._store, FileStore):
-            raise UsageError(f"{self.address}: a storage host has no mirrors of files")
+        """Return the mirrored files of a run; they are closed with this object."""
         return MirroredFiles(self._store, run, str(self.address))
 
     def has(self, model: str) -> bool:
@@ -71,8 +63,6 @@ class Mirrors:
 
     def lost_runs(self) -> list[str]:
         """Return the runs that have files here, and no log. Makes a list for each model."""
-        if not self.has_files:
-            return []
         folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}
         runs = {model_of(each) for each in folders} - {None, *self.models()}
         return sorted(run for run in runs if run and self.files_of(run).files_alone())

@@ -12,7 +12,7 @@ import xxhash
 from portus.engine.format.checksum import UNIT, digest
 from portus.errors import CorruptionError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line, prefix_of
-from portus.reach.mirror.store import FileStore, ListedObject, MissingError, Part, Store
+from portus.reach.mirror.store import ListedObject, MissingError, Part, Store
 from portus.reach.versions.parallel import abreast, in_any_order
 
 ABREAST: Final = 4
@@ -93,7 +93,6 @@ class ModelObjects:
         """Put a file, ``size`` bytes in ``parts``, and its digest ``beside`` it; return the digest.
         Raises also the errors of making a part, and ``StaleError`` if there is an object ``unless``
         by then."""
-        assert isinstance(self.store, FileStore)
         hasher = xxhash.xxh3_128()
 
         def pass_on() -> Iterator[Part]:
@@ -110,7 +109,6 @@ class ModelObjects:
     def copy_file(self, name: str, target: str, size: int, sent: bytes) -> bool:
         """Copy an existing file, with the digest ``sent``, to another name. Return False if the
         store copies none that large. Raises ``CorruptionError`` if the file does not exist."""
-        assert isinstance(self.store, FileStore)
         try:
             if not self.store.copy(self.path(name), self.path(target), size):
                 return False
@@ -120,23 +118,14 @@ class ModelObjects:
         return True
 
     def read(self, each: FileObject) -> Iterator[int]:
-        """Read all of an object, a piece by one request, and the digest beside a whole file; yield
-        the number of the object's bytes that each request read. Raises ``CorruptionError``, naming
-        the object, unless all is as it was sent."""
-        if each.is_whole:
-            yield from self._read_ranges(each)
-            said = digest_line(each.name, each.digest)
-            beside = FileObject(each.name + DIGEST_SUFFIX, len(said), digest(said))
-            for _ in self._read_ranges(beside):
-                pass  # no bytes of the file
-            return
-        data = self.get(each.name)
-        if data is None:
-            raise self._missing_error(each.name)
-        yield len(data)
-        if len(data) != each.size:
-            raise self._error(each.name, f"expected {each.size} bytes, found {len(data)}")
-        self._compare(each, digest(data))
+        """Read all of a file, and the digest beside it; yield the number of the file's bytes that
+        each request read. Raises ``CorruptionError``, naming the object, unless all is as it was
+        sent."""
+        yield from self._read_ranges(each)
+        said = digest_line(each.name, each.digest)
+        beside = FileObject(each.name + DIGEST_SUFFIX, len(said), digest(said))
+        for _ in self._read_ranges(beside):
+            pass  # no bytes of the file
 
     def _read_ranges(self, each: FileObject) -> Iterator[int]:
         hasher = xxhash.xxh3_128()
@@ -147,7 +136,9 @@ class ModelObjects:
         # None of the ranges covers bytes behind the end.
         if self._goes_on(each.name, each.size):
             raise self._error(each.name, f"expected {each.size} bytes, found more")
-        self._compare(each, hasher.digest())
+        if hasher.digest() != each.digest:
+            found = hasher.digest().hex()
+            raise self._error(each.name, f"expected the digest {each.digest.hex()}, found {found}")
 
     def _goes_on(self, name: str, size: int) -> bool:
         try:
@@ -157,11 +148,6 @@ class ModelObjects:
         except CorruptionError:
             return False
         return True
-
-    def _compare(self, each: FileObject, found: bytes) -> None:
-        if found != each.digest:
-            what = f"expected the digest {each.digest.hex()}, found {found.hex()}"
-            raise self._error(each.name, what)
 
     def _error(self, name: str, what: str) -> CorruptionError:
         return CorruptionError(f"{self.where}: {self.path(name)}: {what}")

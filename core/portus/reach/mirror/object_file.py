@@ -1,4 +1,4 @@
-"""``ObjectFile``: a file in a store, open for reading by ranges of its objects.
+"""``ObjectFile``: a file in a store, open for reading by ranges.
 
 The bytes around a file's storages, and small storages between, are read at once and kept. Larger
 storages are read ahead, several ranges at a time, once it is known which are wanted. This module
@@ -64,16 +64,12 @@ class ObjectFile(ReadOnlyMedium):
 
     number: Final = None
 
-    def __init__(
-        self, name: str, file: PackedFile, objects: Sequence[FileObject], load: Load
-    ) -> None:
-        """Make no request. name: of the store, for messages. objects: ``file``, end to end."""
+    def __init__(self, name: str, file: PackedFile, stored: FileObject, load: Load) -> None:
+        """Make no request. name: of the store, for messages. stored: ``file`` as an object."""
         self._name: Final = name
         self._load: Final = load
         self.file: Final = file
-        self._objects: Final = objects
-        sizes = np.array([0, *(each.size for each in objects)], np.int64)
-        self._starts: Final[list[int]] = np.cumsum(sizes).tolist()
+        self._stored: Final = stored
         spans = file.spans()
         is_kept = (spans.storage == len(file.length)) & (spans.length > 0) & (spans.length <= UNIT)
         self._kept: Final = _join(
@@ -121,12 +117,7 @@ class ObjectFile(ReadOnlyMedium):
 
     def read(self, offset: int, length: int) -> memoryview:
         """Return a range, by requests of its own. Thread-safe."""
-        number, parts = bisect.bisect_right(self._starts, offset) - 1, list[Part]()
-        while length:
-            inside, each = offset - self._starts[number], self._objects[number]
-            parts.append(self._load(each.name, inside, min(length, each.size - inside)))
-            offset, length, number = offset + len(parts[-1]), length - len(parts[-1]), number + 1
-        return memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+        return memoryview(self._load(self._stored.name, offset, length) if length else b"")
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """See ``RemoteMedium``."""
@@ -168,13 +159,12 @@ class ObjectFile(ReadOnlyMedium):
         arriving = abreast(get, range(0, self.size, UNIT), ABREAST, _AHEAD)
         with contextlib.closing(arriving):
             # Read back from the file, so that a failed write shows as well, while more arrives.
-            for each, start in zip(self._objects, self._starts, strict=False):
-                found = digest_of(get_back, start, each.size)
-                if found != each.digest:
-                    raise CorruptionError(
-                        f"{self._name}: {each.name}: expected the digest {each.digest.hex()}, "
-                        f"found {found.hex()}"
-                    )
+            found, stored = digest_of(get_back, 0, self.size), self._stored
+        if found != stored.digest:
+            raise CorruptionError(
+                f"{self._name}: {stored.name}: expected the digest {stored.digest.hex()}, "
+                f"found {found.hex()}"
+            )
 
     def close(self) -> None:
         """End the reads ahead. The store's owner closes the store."""

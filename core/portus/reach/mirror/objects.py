@@ -6,13 +6,12 @@ All objects of a model are below one prefix (``prefix_of``)::
     versions/<...>/<name>  the same of a file of a version, in a pool
     _portus/log/<number>   numbered from the newest down: the first of a list is the newest
     _portus/manifests/<name>  one for each version: its files, and their objects
-    _portus/pieces/<name>  a piece of such a file, in a store whose objects are small
     _portus/quoted/<path>  a file of a run whose path no object can have for a name
     _portus/before/<random>/<name>  the earlier contents of such a file, until the new ones count
     _portus/again/<name>   the replacement of such a file, if the store copies no object that large
 
-An entry of the log is created if absent, and never changed or deleted. The name of a manifest or
-a piece is never used for other bytes: it has the digest, the length, and a random tag. So a late
+An entry of the log is created if absent, and never changed or deleted. The name of a manifest is
+never used for other bytes: it has the digest, the length, and a random tag. So a late
 request writes the same bytes again.
 
 Entries and manifests are msgpack behind a header (``HEADER``), whose digest covers the name too: an
@@ -42,7 +41,6 @@ OWN: Final = "_portus/"
 
 LOG: Final = OWN + "log/"
 MANIFESTS: Final = OWN + "manifests/"
-PIECES: Final = OWN + "pieces/"
 QUOTED: Final = OWN + "quoted/"
 BEFORE: Final = OWN + "before/"
 AGAIN: Final = OWN + "again/"
@@ -156,16 +154,11 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
 
 
 class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A whole file, or a piece of one: the object ``name``, and the xxh3_128 of all of it."""
+    """A file: the object ``name``, and the xxh3_128 of all of it."""
 
     name: _Name
     size: _Count
     digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
-
-    @property
-    def is_whole(self) -> bool:
-        """True for a file, False for a piece of one."""
-        return not self.name.startswith(PIECES)
 
 
 class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
@@ -310,8 +303,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """A version, and the objects of its files.
 
     ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each of their
-    units. ``contents``: as in its record, the table of its files. ``files``: for each file its
-    objects, end to end.
+    units. ``contents``: as in its record, the table of its files. ``files``: the object of
+    each.
     """
 
     model: _Name
@@ -319,39 +312,15 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     lengths: bytes
     digests: bytes
     contents: bytes
-    files: tuple[tuple[FileObject, ...], ...]
-
-    def objects(self) -> dict[Key, FileObject]:
-        """Return the objects of its files, by their contents."""
-        return {
-            _key(each.name) or whole_key(self.token, number): each
-            for number, file in enumerate(self.files)
-            for each in file
-        }
+    files: tuple[FileObject, ...]
 
     def object_sizes(self) -> dict[str, int]:
         """Return the sizes of all objects that the version needs, by name."""
         sizes = {}
-        for each in (each for file in self.files for each in file):
+        for each in self.files:
             sizes[each.name] = each.size
-            if each.is_whole:
-                sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
+            sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
         return sizes
-
-
-Key = tuple[bytes, int]
-"""The contents of an object of a version: of a piece, see ``content_name``; of a whole file, the
-token of the version and the number of the file."""
-
-
-def whole_key(token: bytes, number: int) -> Key:
-    """Return the key of a file that is one object."""
-    return token, number
-
-
-def _key(name: str) -> Key | None:
-    match = _PIECE.fullmatch(name)
-    return None if match is None else (bytes.fromhex(match[1]), int(match[2]))
 
 
 def digest_line(name: str, sent: bytes) -> bytes:
@@ -444,8 +413,8 @@ def entry_number(name: str) -> int | None:
 
 
 def content_name(content: bytes, length: int, tag: bytes) -> str:
-    """Return the name of a manifest or a piece, in its folder. content: a digest that determines
-    all of its contents. tag: random, and new after each collection."""
+    """Return the name of a manifest, in its folder. content: the digest of its contents. tag:
+    random, and new after each collection."""
     return f"{content.hex()}-{length}-{tag.hex()}"
 
 
@@ -533,9 +502,6 @@ _QUOTED_MAX: Final = 150
 _STEP: Final = re.compile(r"(?:step|checkpoint)[=_-]?(\d+)")
 _ENTRY: Final = re.compile(rf"{LOG}([0-9]{{12}})")
 _ELSEWHERE: Final = re.compile(rf"^(?:{AGAIN}|{BEFORE}[0-9a-f]{{{2 * WRITER_SIZE}}}/)")
-_PIECE: Final = re.compile(
-    rf"{PIECES}([0-9a-f]{{32}})-(0|[1-9][0-9]{{0,17}})-[0-9a-f]{{{2 * WRITER_SIZE}}}"
-)
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)

@@ -8,8 +8,7 @@ from typing import Final
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.folder import Folder
-from portus.reach.mirror.host_store import HostStore
-from portus.reach.mirror.store import FileStore, Store
+from portus.reach.mirror.store import Store
 
 KEY_VARIABLE: Final = "PORTUS_MIRROR_KEY"
 
@@ -27,14 +26,6 @@ def open_store(address: StoreAddress, patience: BucketTimeouts | None = None) ->
     ``UsageError`` if obstore is missing (``pip install 'portus-checkpoint[mirror]'``), or for wrong
     settings in the environment.
     """
-    if address.kind is StoreKind.HOST:
-        return HostStore(address.bucket, address.prefix)
-    return open_file_store(address, patience)
-
-
-def open_file_store(address: StoreAddress, patience: BucketTimeouts | None = None) -> FileStore:
-    """Open a store as ``open_store`` does, for files of any size. Not on a storage host."""
-    assert address.kind is not StoreKind.HOST, "objects on a storage host are small"
     if address.kind is StoreKind.FOLDER:
         return Folder(address.prefix)
     return Bucket(address, patience)

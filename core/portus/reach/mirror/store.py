@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 from portus.errors import CorruptionError, PortusError, UsageError
 
@@ -55,7 +55,7 @@ class ListedObject:
 
 
 class Store(Protocol):
-    """A store of objects. Its opener closes it."""
+    """A store of objects of any size. Its opener closes it."""
 
     def put(self, name: str, data: bytes) -> None:
         """Make ``data`` the object of that name, and replace an earlier one."""
@@ -81,14 +81,6 @@ class Store(Protocol):
         """Remove objects, and ignore missing ones. If it raises, any of them may be gone, now or
         later."""
 
-    def close(self) -> None:
-        """Close the connections. A second call does nothing."""
-
-
-@runtime_checkable
-class FileStore(Store, Protocol):
-    """A store of objects of any size."""
-
     def put_stream(self, name: str, parts: Iterable[Part], size: int, *, unless: str = "") -> None:
         """Make ``parts``, end to end, an object, as ``put`` does, but take each part when it is
         needed, and release it once it is sent; about ``size`` bytes in all. Raises the errors of
@@ -99,6 +91,9 @@ class FileStore(Store, Protocol):
         """Make the object ``name``, of ``size`` bytes, the object ``target`` as well, as ``put``
         does, but within the store. Return False, and change nothing, if the store copies none that
         large. Raises ``MissingError``."""
+
+    def close(self) -> None:
+        """Close the connections. A second call does nothing."""
 
 
 NAME_SIZE_MAX: Final = 900

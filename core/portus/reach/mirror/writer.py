@@ -2,8 +2,8 @@
 
 - **M1** A version counts when its entry does, and the writer puts that only after the version's
   files and its manifest.
-- **M2** A version relies only on these earlier objects: those of a manifest that was there at the
-  claim, or is this writer's own; and those that this writer has put since, with an answer.
+- **M2** A version relies on no earlier objects but its own: those of its manifest, and those that
+  this writer has put since its claim, with an answer.
 - **M3** Objects to delete were listed before an entry that counts, no manifest of then names them,
   and none ever will: names have a random tag, and collecting ends its use.
 """
@@ -24,11 +24,11 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, printable
 from portus.reach.index.file_table import PackedFile
 from portus.reach.mirror.log import MirrorLog
+from portus.reach.mirror.manifest import ReadManifest
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     LOG,
     MANIFESTS,
-    PIECES,
     VERSIONS,
     WHO_SIZE_MAX,
     WRITER_SIZE,
@@ -37,16 +37,12 @@ from portus.reach.mirror.objects import (
     Collected,
     Fact,
     FileObject,
-    Key,
     Manifest,
     Seal,
     State,
-    content_name,
     entry_number,
     version_file_name,
-    whole_key,
 )
-from portus.reach.mirror.pieces import Piece, ReadManifest, WantedObject
 from portus.reach.mirror.store import ListedObject
 
 GRACE_S: Final = 24 * 3600.0
@@ -61,8 +57,7 @@ _DELETED_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version to mirror: one of a pool, as its record has it. ``files``: its files. ``pieces``:
-    those of each, if objects are small; None: each file is one object."""
+    """A version to mirror: one of a pool, as its record has it. ``files``: its files."""
 
     info: VersionInfo
     pool: bytes
@@ -70,7 +65,6 @@ class Version:
     digests: Digests
     contents: bytes
     files: Sequence[PackedFile]
-    pieces: Sequence[Sequence[Piece]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +85,12 @@ class Writer(MirrorLog):
         """newest: as of ``MirrorLog``."""
         super().__init__(objects, seal, newest)
         self._tag = b""
-        """The end of the names of new manifests and pieces: random, of this claim, and new after
-        each collection."""
-        self._dependable: dict[Key, FileObject] = {}
-        """Objects that may be relied on (M2)."""
-        self._last: tuple[str, Mapping[Key, FileObject]] = "", {}
-        """A manifest that was there in this term, and its objects."""
+        """A part of the names of new objects: random, of this claim, and new after each
+        collection."""
+        self._sending = b""
+        """The token of the version that was sent last."""
+        self._arrived: dict[int, FileObject] = {}
+        """Objects of it that may be relied on, by the numbers of its files (M2)."""
         self._collected_ns = 0
         """The time of the last ``Collected`` of this writer; no two are the same."""
 
@@ -107,59 +101,56 @@ class Writer(MirrorLog):
         commit: int = 0,
         *,
         passing: bool = False,
-        at: int | None = None,
     ) -> State:
         """Take the term; its former holder is superseded.
 
         Call it when a run is opened, before its first commit; and again after ``SupersededError``
         with ``passing``. who: for messages. pool, commit: the identity of the pool, and its newest
-        commit; or the identity of a run of files. passing: only to remove and to collect. at: the
-        number of the log's newest entry, as the caller read it; raises ``StaleError`` if there are
-        newer ones.
+        commit; or the identity of a run of files. passing: only to remove and to collect.
         """
         # Nothing known before is relied on: another writer may have deleted it (M2).
-        self._dependable, self._last = {}, ("", {})
+        self._sending = b""
         self._tag = writer = self._random(WRITER_SIZE)
         claimed = Claimed(printable(who)[:WHO_SIZE_MAX], pool, commit, passing)
         # Collecting is due a day after the very first claim.
-        self._begin_term(claimed, writer, [Collected(0, self._now_ns())], at)
-        if not passing:
-            self._rely_on(self.state)
+        self._begin_term(claimed, writer, [Collected(0, self._now_ns())])
         return self.state
 
     def add(
         self,
         version: Version,
-        put: Callable[[WantedObject], FileObject],
+        put: Callable[[int, str], FileObject],
         facts: Sequence[Fact] = (),
         damaged: Collection[str] = (),
     ) -> Added:
-        """Mirror a version, and note ``facts`` with it. When this returns, it counts. put: puts an
-        object of it, and returns that. damaged: of a version that is there, the missing and damaged
-        objects, which are put again. Its other objects stay where its manifest has them; if that
-        cannot be read, all are put."""
+        """Mirror a version, and note ``facts`` with it. When this returns, it counts. put: puts the
+        file of a number under a name, and returns the object. damaged: of a version that is there,
+        the missing and damaged objects, which are put again. Its other objects stay where its
+        manifest has them; if that cannot be read, all are put."""
         self.require()
         info, before = version.info, self.state.version(version.info.token)
-        known: Mapping[Key, FileObject] = self._dependable
-        if before is not None:
-            known = self._objects_by_key(before)
-        wanted = [
-            self._wanted_objects(version, number, known) for number in range(len(version.files))
-        ]
-        objects = {key: each for file in wanted for key, each in file}
-        for each in objects.values():
-            if each.name in damaged:
-                each.there = None  # it keeps its name, and gets the same bytes as before
+        there = {} if before is None else self._objects_of(before)
+        if self._sending != info.token or there:
+            kept = {number: each for number, each in there.items() if each.name not in damaged}
+            self._sending, self._arrived = info.token, kept
+
+        def put_one(number: int) -> None:
+            # Known only now: an object that the store did not confirm is sent again.
+            own = version_file_name(info.step, version.files[number].name, info.token, self._tag)
+            # A damaged one keeps its name, and gets the same bytes as before.
+            name = there[number].name if number in there else own
+            self._arrived[number] = put(number, name)
+
         # Files, then the manifest, then the entry: what counts is complete (M1).
-        self._put_objects(objects, put)
-        files = [[objects[key].there for key, _ in file] for file in wanted]
+        numbers = range(len(version.files))
+        self._objects.for_each(put_one, [each for each in numbers if each not in self._arrived])
         said = Manifest(
             model=self.model,
             token=info.token,
             lengths=version.lengths.astype("<i8").tobytes(),
             digests=version.digests.tobytes(),
             contents=version.contents,
-            files=tuple(tuple(each for each in file if each is not None) for file in files),
+            files=tuple(self._arrived[number] for number in numbers),
         )
         name, data = self._seal.manifest(said, self._tag)
         self._objects.put(MANIFESTS + name, data)
@@ -175,8 +166,7 @@ class Writer(MirrorLog):
             metrics=dict(info.metrics),
         )
         self.note((added, *facts))  # M1
-        self._dependable = said.objects()
-        self._last = name, dict(self._dependable)
+        self._sending = b""
         return added
 
     def collect(self, grace_s: float = GRACE_S, stop: Stop | None = None) -> DeletedObjects:
@@ -198,7 +188,7 @@ class Writer(MirrorLog):
         named = self._needed_objects(state, stop)
         unneeded = [each for each in entries if each.name not in named]
         if unneeded:
-            self._rely_on(state)
+            self._sending = b""
             self._tag = self._random(WRITER_SIZE)  # M3: no earlier name is used again
         names = [each.name for each in unneeded]
         for start in range(0, len(names), _DELETED_MAX):
@@ -220,8 +210,7 @@ class Writer(MirrorLog):
         """Return the versions that lack an object, or whose manifest is damaged, as far as a list
         of the store shows, which may lack the newest. Takes no term, and changes nothing."""
         versions, there = self.read().versions, {}
-        for folder in (PIECES, VERSIONS):
-            there.update({each.name: each.size for each in self._objects.list(folder)})
+        there.update({each.name: each.size for each in self._objects.list(VERSIONS)})
         manifests = self._object_sizes([each.manifest for each in versions])
         return [
             added
@@ -229,50 +218,12 @@ class Writer(MirrorLog):
             if isinstance(sizes, CorruptionError) or not sizes.items() <= there.items()
         ]
 
-    def _wanted_objects(
-        self, version: Version, number: int, known: Mapping[Key, FileObject]
-    ) -> list[tuple[Key, WantedObject]]:
-        """Return the objects of a file. known: those of them that exist."""
-        info, file = version.info, version.files[number]
-        if version.pieces is None:
-            name = version_file_name(info.step, file.name, info.token, self._tag)
-            named = [(Piece(whole_key(info.token, number), 0, file.size), name)]
-        else:
-            named = [
-                (each, PIECES + content_name(*each.key, self._tag))
-                for each in version.pieces[number]
-            ]
-        found = []
-        for each, name in named:
-            there = known.get(each.key)
-            name = name if there is None else there.name
-            found.append((each.key, WantedObject(name, number, each.start, each.size, there)))
-        return found
-
-    def _put_objects(
-        self, objects: Mapping[Key, WantedObject], put: Callable[[WantedObject], FileObject]
-    ) -> None:
-        def put_one(key: Key) -> None:
-            # Known only now: an object that the store did not confirm is sent again. A known one
-            # stays until this writer collects.
-            self._dependable[key] = objects[key].there = put(objects[key])
-
-        self._objects.for_each(put_one, [key for key in objects if objects[key].there is None])
-
-    def _rely_on(self, state: State) -> None:
-        """Take the objects of a manifest as known: the last one of this writer, or that of the
-        newest version; none if that is damaged."""
-        names = {each.manifest for each in state.versions}
-        if self._last[0] not in names:
-            self._last = "", {}
-            if state.newest is not None:
-                self._last = state.newest.manifest, self._objects_by_key(state.newest)
-        self._dependable = dict(self._last[1])
-
-    def _objects_by_key(self, added: Added) -> Mapping[Key, FileObject]:
-        """Return the objects of a version; none if its manifest is damaged."""
+    def _objects_of(self, added: Added) -> Mapping[int, FileObject]:
+        """Return the objects of a version, by the numbers of its files; none if its manifest is
+        damaged."""
         with contextlib.suppress(CorruptionError):
-            return read_manifest(self._objects, self._seal, added.manifest).manifest.objects()
+            manifest = read_manifest(self._objects, self._seal, added.manifest).manifest
+            return dict(enumerate(manifest.files))
         return {}
 
     def _times(self, grace_s: float) -> tuple[float, int]:
@@ -289,7 +240,7 @@ class Writer(MirrorLog):
 
     def _list_before(self, before: float) -> list[ListedObject]:
         found = []
-        for folder in (PIECES, MANIFESTS, VERSIONS):
+        for folder in (MANIFESTS, VERSIONS):
             entries = self._objects.list(folder)
             found += [each for each in entries if each.modified <= before]
         return found

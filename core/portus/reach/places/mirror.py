@@ -183,7 +183,7 @@ class MirrorPlace(OpenPlace):
         for model, damage in self._damage.items():
             if damage:
                 yield Check(self.place.path, model, partial(_fail, self.place, model, damage))
-            if chosen is None and self.mirrors.has_files:
+            if chosen is None:
                 for name in [
                     each.name for each in self.mirrors.files_of(model).objects_without_entry()
                 ]:

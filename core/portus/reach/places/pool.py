@@ -16,7 +16,6 @@ from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, UsageError
 from portus.reach.files.home import Pool, host_journals, open_place
-from portus.reach.files.host import HostPool
 from portus.reach.files.reference import read_reference
 from portus.reach.index.check import (
     CheckOptions,
@@ -55,6 +54,7 @@ from portus.reach.places.base import (
     Verdict,
 )
 from portus.reach.places.directory import remove_files
+from portus.reach.versions.host import HostPool
 from portus.reach.versions.open_version import open_version
 
 WAIT_S: Final = 1.0

@@ -27,9 +27,9 @@ from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
 from portus.engine.writer import crc
 from portus.errors import MediumError
-from portus.reach.files.host import HostDraft
 from portus.reach.index.file_table import FileTable, encode_table
 from portus.reach.index.records import VersionRecord
+from portus.reach.versions.host import HostDraft
 from portus.reach.versions.parts import share
 from portus.reach.versions.pool_draft import PoolDraft
 

@@ -244,7 +244,7 @@ def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
     """Return the pool at a place; for a host that has failed, that of its replica, which leads from
     then on. Raises as opening does."""
     from portus.reach.files.home import open_place  # they are heavy
-    from portus.reach.files.host import HostPool
+    from portus.reach.versions.host import HostPool
 
     if has_replica:
         return HostPool(place.path, reference.model, claim_s=0)

@@ -33,7 +33,6 @@ from portus.errors import (
     printable,
 )
 from portus.reach.files.home import Home, Pool, open_home
-from portus.reach.files.host import HostDraft, let_go_at
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index.file_table import FileTable, PackedFile, decode_table
@@ -41,6 +40,7 @@ from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import allow
+from portus.reach.versions.host import HostDraft, let_go_at
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")

@@ -60,11 +60,6 @@ RANGES_MAX: Final = 1 << 21
 UNITS_MAX: Final = 1 << 22
 """Digests in one message: 64 TiB in units of 16 MiB."""
 IDS_MAX: Final = 1 << 16
-OBJECT_SIZE_MAX: Final = 64 << 20
-"""Bytes of one object of a mirror, at most."""
-OBJECT_NAME_SIZE_MAX: Final = 900
-LISTED_MAX: Final = 1000
-"""Objects in one answer, or in one deletion."""
 CONTENTS_SIZE_MAX: Final = 1 << 30
 SIZE_MAX: Final = 1 << 62
 PAYLOAD_SIZE_MAX: Final = UNIT
@@ -197,22 +192,28 @@ class Connected(_QueuePair, frozen=True):
 @MESSAGES.message(19, "CLAIM")
 class Claim(Message, frozen=True):
     """A request to be the only client that saves ``model``, as long as one of its connections
-    lives. ``client``: the same 16 bytes on all of them."""
+    lives. ``client``: the same 16 bytes on all of them. ``second``: this is the second of two
+    hosts: only if a first one has led the model here."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     client: Token
+    second: bool = False
 
 
 @MESSAGES.message(5, "BEGIN")
 class Begin(Message, frozen=True):
     """A save of storages of these lengths. ``handles``: for a transport that accesses them
-    directly, one of each, valid as long as the save lives; empty on a stream."""
+    directly, one of each, valid as long as the save lives; empty on a stream. ``term``: of a first
+    host, which copies the version, the term in which it leads the model, and the newest ``commit``
+    of its pool; 0: a client with a claim saves."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
     token: Token
     lengths: Indices
     handles: Handles = b""
+    term: Number = 0
+    commit: Number = 0
 
 
 @MESSAGES.message(6, "OFFER")
@@ -255,7 +256,8 @@ class Confirm(Message, frozen=True):
     ``keep``: which versions of the model stay; the same commit removes the others, and an older one
     of the same step (``pack_map``;
     empty: all stay). ``inexact``: another process wrote to the state meanwhile. ``metrics``: the
-    scores of the version (``pack_map``)."""
+    scores of the version (``pack_map``). ``gone``: tokens, 16 bytes each, of more versions that the
+    same commit removes."""
 
     digests: Digests
     contents: Annotated[bytes, Meta(max_length=CONTENTS_SIZE_MAX)]
@@ -263,6 +265,7 @@ class Confirm(Message, frozen=True):
     inexact: bool = False
     # Bytes: a name in a body of this size could take four times as much memory as the body.
     metrics: Annotated[bytes, Meta(max_length=METRICS_SIZE_MAX)] = b""
+    gone: Annotated[bytes, Meta(max_length=16 * IDS_MAX)] = b""
 
 
 @MESSAGES.message(71, "COMMITTED")
@@ -318,9 +321,12 @@ class Unpin(Message, frozen=True):
 
 @MESSAGES.message(16, "RETIRE")
 class Retire(Message, frozen=True):
-    """A request to retire versions, by their tokens, 16 bytes each."""
+    """A request to retire versions, by their tokens, 16 bytes each. ``term``: of a first host, the
+    term in which it leads ``model``; 0: of a client."""
 
     tokens: Annotated[bytes, Meta(max_length=16 * IDS_MAX)]
+    model: Annotated[str, Meta(max_length=NAME_SIZE_MAX)] = ""
+    term: Number = 0
 
 
 @MESSAGES.message(17, "STATUS")
@@ -349,60 +355,32 @@ class Settle(Message, frozen=True):
     token: Token
 
 
-_ObjectName = Annotated[str, Meta(min_length=1, max_length=OBJECT_NAME_SIZE_MAX)]
-_Prefix = Annotated[str, Meta(max_length=OBJECT_NAME_SIZE_MAX)]
+@MESSAGES.message(27, "LEAD")
+class Lead(Message, frozen=True):
+    """A request of a first host: let ``pool`` lead the model in a new term, if its last term is
+    ``term``, and its newest version here that of the token ``newest`` (zeros: there is none).
+    ``commit``: the newest one of that pool. ``who``: for messages. A pool of zeros only asks."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
+    pool: Token
+    commit: Number
+    who: Annotated[str, Meta(max_length=NAME_SIZE_MAX)]
+    term: Number
+    newest: Token
 
 
-@MESSAGES.message(27, "PUT")
-class Put(Message, frozen=True):
-    """A request to make ``data`` an object, which is either complete or absent, and durable as far
-    as the host can promise. ``fresh``: only if there is none of that name."""
+@MESSAGES.message(81, "LED")
+class Led(Message, frozen=True):
+    """The answer to ``Lead``: who leads the model now, and whether that was ``granted`` by this
+    request. ``term``: 0 if no host has led it. ``commit``: one that the leader's pool has reached;
+    if it has an older one, it is an old copy."""
 
-    name: _ObjectName
-    fresh: bool
-    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
-
-
-@MESSAGES.message(28, "GET")
-class Get(Message, frozen=True):
-    """A request for ``length`` bytes of an object from byte ``start`` on; for all of it, if
-    ``length`` is 0."""
-
-    name: _ObjectName
-    start: Number
-    length: Annotated[int, Meta(ge=0, le=OBJECT_SIZE_MAX)]
-
-
-@MESSAGES.message(82, "OBJECT")
-class Object(Message, frozen=True):
-    """The bytes of an object."""
-
-    data: Annotated[bytes, Meta(max_length=OBJECT_SIZE_MAX)]
-
-
-@MESSAGES.message(29, "LIST")
-class List(Message, frozen=True):
-    """A request for objects whose names begin with ``prefix`` and come after ``after``."""
-
-    prefix: _Prefix
-    after: _Prefix
-
-
-@MESSAGES.message(83, "LISTED")
-class Listed(Message, frozen=True):
-    """The next objects, in the order of their names: their bytes, and the Unix times in
-    microseconds when they were made, by the host's clock. Empty if there are no more."""
-
-    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
-    sizes: Ids
-    modified: Ids
-
-
-@MESSAGES.message(30, "DELETE")
-class Delete(Message, frozen=True):
-    """A request to remove objects; missing ones are no error."""
-
-    names: Annotated[list[_ObjectName], Meta(max_length=LISTED_MAX)]
+    granted: bool
+    pool: Token
+    commit: Number
+    who: Annotated[str, Meta(max_length=NAME_SIZE_MAX)]
+    term: Number
+    newest: Token
 
 
 @MESSAGES.message(76, "STATE")
@@ -420,8 +398,8 @@ class Standing(Message, frozen=True):
 
 @MESSAGES.message(66, "DONE")
 class Done(Message, frozen=True):
-    """A report that the request is done. ``granted``: False if a ``Share`` cannot reuse the bytes,
-    or a fresh ``Put`` found an object of that name."""
+    """A report that the request is done. ``granted``: False if a ``Share`` cannot reuse the
+    bytes."""
 
     granted: bool = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from portus.companions.job.journal import JOURNALS, Journal
-from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
+from portus.companions.job.mirroring import mirror_of
 from portus.engine.directory.folder import FOLDER
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.request import Companion
@@ -15,12 +15,8 @@ from portus.reach.training.file_mirror import DirectoryMirror
 
 def companions_of(directory: str, settings: Settings) -> list[Companion]:
     """Return the companions of saves to a directory: its journal and its mirror, if the settings
-    have them. Raises ``UsageError`` for a mirror that cannot have files, and for settings that only
-    pools have."""
-    what = f"{printable(directory)} is a directory of files"
-    refuse_settings_of_pools(settings, what)
-    pool = printable(os.path.join(directory, "run.portus"))
-    require_mirror_of_files(settings, what, f"save to a pool file ({pool})")
+    have them. Raises ``UsageError`` for settings that only pools have."""
+    refuse_settings_of_pools(settings, f"{printable(directory)} is a directory of files")
     name = os.path.basename(directory) or "checkpoints"
     home = os.path.join(directory, FOLDER, JOURNALS)
     found: list[Companion] = []

@@ -55,7 +55,7 @@ from portus.reach.mirror.background_copier import SAY_S, BackgroundCopier, Elsew
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
-from portus.reach.mirror.opening import open_file_store
+from portus.reach.mirror.opening import open_store
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")
@@ -130,7 +130,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 f"mirror {address}: run {model!r} has its files in {printable(root)}, and so would "
                 "its mirror; expected another directory, best on another disk"
             )
-        store = open_file_store(address)
+        store = open_store(address)
         super().__init__(store, str(address), model, wait_s=settings.mirror_wait)
         self._directory: Final = root
         self._checkpoints: Final = checkpoints

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from portus.companions.job.journal import JOURNALS, Journal
-from portus.companions.job.mirroring import mirror_of, require_mirror_of_files
+from portus.companions.job.mirroring import mirror_of
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.image.image import Image, bytes_image
@@ -75,7 +75,7 @@ class TrainingFiles:
                 "a directory; checkpoints are files in the directories that they are saved to, so "
                 "leave it out"
             )
-        require_mirror_of_files(settings, "checkpoints are files", "save to that host: pool=")
+        mirror_of(settings)  # raises now, not at the first save
         self.leads = True
         """False if another process of the job has the journal and the mirror, and removes
         checkpoints. Set it before ``begin``."""

@@ -98,12 +98,13 @@ class Links:
         *,
         model: str | None = None,
         claim_s: float | None = None,
-        log: str = "",
         durable: int = 1,
+        silence_s: float | None = None,
     ) -> None:
         """Connect. model: the model that this client saves, and no other client. claim_s: the
-        longest wait for another client to release it; None: the host's. log: the prefix under which
-        a replica keeps the model's log. durable: 2 for a host that has a replica, and leads.
+        longest wait for another client to release it; None: the host's. durable: 2 for a host that
+        has a replica, and leads. silence_s: of a first host, the longest silence of its replica,
+        which it reaches by the socket alone; None: this is no host.
 
         Raises ``TransportError`` if no host answers, and a refusal of the host as an error.
         """
@@ -113,15 +114,14 @@ class Links:
         """The number of the host that is asked first."""
         self._of: Final = weakref.WeakKeyDictionary[Link, tuple[int, Welcome]]()
         """The number of each connection's host, and the host's welcome."""
-        self._log: Final = log
         self._durable: Final = durable
         self.answer_s = ANSWER_S
-        self.silence_s: Final = SILENCE_S
+        self.silence_s: Final = SILENCE_S if silence_s is None else silence_s
         self.verbs: Regions | None = None
         """The regions registered for the host; None: the host cannot reach memory here."""
         wish = os.environ.get(TRANSPORT_VARIABLE, "")
         self._wish: Final = Transport.of(wish, TRANSPORT_VARIABLE)
-        self._settled = self._wish is Transport.TCP
+        self._settled = self._wish is Transport.TCP or silence_s is not None
         self._lanes: Final[weakref.WeakKeyDictionary[Link, QueuePair]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
         self._claim_s: Final = claim_s
@@ -277,6 +277,14 @@ class Links:
             with contextlib.suppress(TransportError):
                 verbs.domain.close()
 
+    def cut(self) -> None:
+        """Close all connections, also those that other threads use: their requests fail."""
+        self._over.set()
+        for each in self._of.keyrefs():
+            link = each()
+            if link is not None:
+                link.close()
+
     def _connect_lane(self, link: Link) -> QueuePair:
         if not self.welcome.verbs:
             raise TransportError("the storage host offers no verbs on this connection")
@@ -395,13 +403,7 @@ class Links:
         self._of[link] = (at, welcome)
         try:
             if self._claim is not None:
-                if at == 1 and not expect(link.ask(said.List(self._log, "")), said.Listed).names:
-                    # Then only the first host knows the version to continue from.
-                    raise TransportError(
-                        f"{link.name} keeps no replica of model {self._claim.model!r}: is the "
-                        "first host served with --replica?"
-                    )
-                self._claim_on(link, self._claim)
+                self._claim_on(link, msgspec.structs.replace(self._claim, second=at == 1))
                 if self._durable > 1 and not self._was_in:
                     # A host that does not lead the model may lack its newest version, and its
                     # commits would not count.

@@ -214,12 +214,6 @@ class VersionFile:
     def size(self) -> int:
         return self.packed.size
 
-    @property
-    def digests(self) -> Digests:
-        """The digests of the units of its storages."""
-        own = self._first + np.arange(len(self.packed.length))
-        return self._version.record.digests(own)
-
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
         spans = self._spans
         span, inside, length = overlaps(np.append(spans.begin, self.size), offset, length)
@@ -241,11 +235,6 @@ class VersionFile:
             ):
                 self.medium.load(int(at), piece[:held])
                 piece = piece[held:]
-
-    def around(self, start: int, length: int) -> bytes:
-        """Return some of the bytes around its storages, verified."""
-        parts = _units_of(self._around, start, length)
-        return b"".join(self._kept_part(each) for each in parts)
 
     def read(self, start: int, size: int) -> Iterator[memoryview]:
         """Yield a range of whole units of storages, and of bytes around them, verified, in pieces

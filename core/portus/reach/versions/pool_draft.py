@@ -7,14 +7,14 @@ room of ``reserve`` itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.engine.copying.local import copy, read_stored, same_bytes
+from portus.engine.copying.local import check, copy, read_stored, same_bytes
 from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
 from portus.engine.format.checksum import unit_counts
 from portus.engine.pipeline.draft import Labels
@@ -138,26 +138,35 @@ class PoolDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, VersionRecord), "a pool shares with its own versions"
-        group = self.hold(before, indices)
+        group = self._hold(before, indices)
         if group is None:
             return False
         moved = sources(address, self._lengths[indices], group.extents)
         if not same_bytes(self._writer.medium, moved, stop):
             return False
-        self.reach(group)
+        self._groups.append(group)
         return True
 
-    def hold(self, record: VersionRecord, indices: Column) -> StorageRows | None:
+    def share_stored(self, record: VersionRecord, indices: Column, stop: Stop) -> bool:
+        """Share storages of a version, if the medium still holds the saved bytes. Return False if
+        not, and nothing changed."""
+        group = self._hold(record, indices)
+        if group is None:
+            return False
+        address = np.ones(len(indices), np.int64)
+        moved = sources(address, self._lengths[indices], group.extents)
+        if not np.array_equal(check(self._writer.medium, moved, stop), group.digests):
+            return False
+        self._groups.append(group)
+        return True
+
+    def _hold(self, record: VersionRecord, indices: Column) -> StorageRows | None:
         """Hold the storages as ``record`` has them, and return their rows, or None if its version
         was retired just before."""
         group = share(record, indices)
         # Held first: if the version is still there after this, its pages stay.
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
         return group if record.info.id in self._writer.catalogue().ids() else None
-
-    def reach(self, group: StorageRows) -> None:
-        """Make the version include rows that ``hold`` returned."""
-        self._groups.append(group)
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
@@ -169,11 +178,14 @@ class PoolDraft:
         """Return storage, extent and unit rows of the version, once all storages are placed."""
         return rows_of(self._groups, self._lengths)
 
-    def commit_rows(self, rows: tuple[Rows, Rows, Rows], labels: Labels) -> VersionRecord:
-        """Commit, and release all that is held."""
+    def commit_rows(
+        self, rows: tuple[Rows, Rows, Rows], labels: Labels, gone: Collection[int] = ()
+    ) -> VersionRecord:
+        """Commit, and release all that is held. gone: ids of more versions to retire with it."""
         change = self.change(rows, labels)
-        self.retired = len(change.retire)
-        record = self._writer.commit(change.new, change.data, change.retire)
+        retire = {*change.retire, *gone}
+        self.retired = len(retire)
+        record = self._writer.commit(change.new, change.data, retire)
         assert record is not None
         self.release()
         return record

@@ -12,12 +12,14 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.segments import Column, Sources, Stop
+from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.fabric import HostLane
 from portus.reach.daemon.pools import HostedPool
 from portus.reach.daemon.shared_state import House
 from portus.reach.protocol import messages as said
+from portus.reach.protocol.messages import digest_rows
 from portus.reach.transport.one_sided import TransferResult
 from portus.reach.transport.stream import Link
 from portus.reach.transport.verbs import WorkError
@@ -130,6 +132,12 @@ class Guest:
         self.counters.add("bounced_bytes", done.bounced)
         self.counters.add("wire_seconds", done.wire_s)
         return done
+
+    def find_all(self, tokens: bytes) -> list[VersionInfo]:
+        """Return the versions of tokens that are in the pool."""
+        wanted = {row.tobytes() for row in digest_rows(tokens, "tokens")}
+        entries = self.writer.catalogue().entries() if wanted else ()
+        return [each.info for each in entries if each.info.token in wanted]
 
     def drop(self, why: str) -> None:
         """End the save that is under way, without a version."""

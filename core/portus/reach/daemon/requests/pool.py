@@ -1,9 +1,8 @@
 """Requests about a pool: bytes of it, their digests, and pins of versions meanwhile; its space,
-retired versions and noted failures; and the objects beside it."""
+retired versions and noted failures."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from dataclasses import replace
@@ -13,13 +12,12 @@ import numpy as np
 
 from portus.engine.copying.local import check
 from portus.engine.copying.segments import Column, Sources
-from portus.errors import StaleError, UsageError
+from portus.errors import UsageError
 from portus.reach.daemon.pools import free_bytes, hole_bytes, used_bytes
 from portus.reach.daemon.requests.guest import STORAGE_MOVED, Guest
 from portus.reach.index.directory import note_failure
-from portus.reach.mirror.store import MissingError, check_name
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.messages import Said, column, digest_rows, handles, ranges
+from portus.reach.protocol.messages import Said, column, handles, ranges
 from portus.reach.transport.stream import give_from
 
 PINS_MAX: Final = said.IDS_MAX
@@ -81,12 +79,11 @@ def unpin(guest: Guest, message: said.Unpin) -> Said:
 
 def retire(guest: Guest, message: said.Retire) -> Said:
     """Retire versions, by their tokens."""
-    tokens = {row.tobytes() for row in digest_rows(message.tokens, "tokens")}
     guest.hosted.refuse()
     guest.hosted.look()
-    entries = guest.writer.catalogue().entries()
-    gone = [each.info for each in entries if each.info.token in tokens]
-    guest.writer.retire({info.id for info in gone})
+    with guest.hosted.replica.committing(message.model, message.term):
+        gone = guest.find_all(message.tokens)
+        guest.writer.retire({info.id for info in gone})
     guest.note_change({info.model for info in gone})
     guest.tell(logging.INFO, "retired", f"{len(gone)} versions", versions=len(gone))
     return said.Done()
@@ -110,47 +107,6 @@ def status(guest: Guest, message: said.Status) -> Said:
     hosted, size = guest.hosted, guest.writer.medium.size
     free, holes, taken = free_bytes(hosted), hole_bytes(hosted), used_bytes(hosted)
     return said.Standing(size, free, hosted.saves, holes, taken)
-
-
-def put(guest: Guest, message: said.Put) -> Said:
-    """Write an object."""
-    guest.hosted.refuse()
-    name = check_name(message.name, guest.hosted.tenant)
-    made = guest.hosted.replica.put(name, message.data, fresh=message.fresh)
-    guest.counters.add("object_bytes", len(message.data) if made else 0)
-    return said.Done(made)
-
-
-def get(guest: Guest, message: said.Get) -> Said:
-    """Return the bytes of an object, or of a part of it."""
-    store = guest.hosted.objects.store
-    guest.link.room(message.length or said.OBJECT_SIZE_MAX)
-    try:
-        if not message.length:
-            return said.Object(store.get(message.name))
-        return said.Object(bytes(store.get_range(message.name, message.start, message.length)))
-    except MissingError as error:
-        raise StaleError(str(error)) from error
-
-
-def list_some(guest: Guest, message: said.List) -> Said:
-    """Return the next names of objects."""
-    found = guest.hosted.objects.store.list(message.prefix, message.after)
-    some = list(itertools.islice(found, said.LISTED_MAX))
-    return said.Listed(
-        [each.name for each in some],
-        said.pack_column([each.size for each in some]),
-        said.pack_column([int(each.modified * 1e6) for each in some]),
-    )
-
-
-def delete(guest: Guest, message: said.Delete) -> Said:
-    """Remove objects."""
-    guest.hosted.refuse()
-    for name in message.names:
-        check_name(name, guest.hosted.tenant)
-    guest.hosted.objects.delete(message.names)
-    return said.Done()
 
 
 def _ranges_inside(guest: Guest, data: bytes) -> tuple[Column, Column]:

@@ -18,7 +18,6 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from portus.engine.copying.local import check
 from portus.engine.copying.segments import Column, Sources, Stop, cut
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
@@ -32,7 +31,6 @@ from portus.reach.protocol import messages as said
 from portus.reach.protocol.messages import Fault, Said, column, digest_rows, handles, unpack_map
 from portus.reach.transport.stream import drain, take
 from portus.reach.transport.verbs import Endpoint
-from portus.reach.versions.parts import sources
 from portus.reach.versions.pool_draft import PoolDraft
 
 VALUES_MAX: Final = 1 << 24
@@ -63,6 +61,8 @@ def claim(guest: Guest, message: said.Claim) -> Said:
         raise UsageError(f"model {message.model!r} is claimed here already")
     if len(guest.claims) >= CLAIMS_MAX:
         raise UsageError(f"more than {CLAIMS_MAX} models")
+    if message.second:
+        guest.hosted.replica.require_led(message.model)
     with contextlib.ExitStack() as undo:
         guest.hosted.claim(message.model, message.client, guest.patience.claim_s)
         undo.callback(guest.hosted.disclaim, message.model, goodbye=False)
@@ -86,11 +86,11 @@ def connect(guest: Guest, message: said.Connect) -> Said:
 
 def begin(guest: Guest, message: said.Begin) -> Said:
     """Begin a save."""
-    if message.model not in guest.claims:
+    if not message.term and message.model not in guest.claims:
         raise UsageError(f"model {message.model!r} is not claimed here")
     if guest.draft is not None:
         raise UsageError("a save is under way on this connection already")
-    guest.hosted.replica.require(message.model)
+    guest.hosted.replica.require(message.model, message.term)
     lengths = column(message.lengths, "lengths")
     guest.link.room(_STORAGE_BEGUN * len(lengths))
     places = handles(message.handles, len(lengths), "handles")
@@ -152,18 +152,11 @@ def share(guest: Guest, message: said.Share) -> Said:
     lengths = record.storages["length"][indices].astype(np.int64)
     if not np.array_equal(lengths, draft.lengths[indices]):
         raise UsageError("share: a storage has another length in that version")
-    group = draft.pool.hold(record, indices)
-    if group is None:
-        return said.Done(granted=False)
     # The medium must still hold the saved bytes. The client's own digests are compared when
     # it confirms.
-    address = np.ones(len(indices), np.int64)
     with guest.hashing() as stop:
-        moved = sources(address, lengths, group.extents)
-        found = check(guest.writer.medium, moved, stop)
-    if not np.array_equal(found, group.digests):
-        return said.Done(granted=False)
-    draft.pool.reach(group)
+        if not draft.pool.share_stored(record, indices, stop):
+            return said.Done(granted=False)
     draft.claim(indices)
     draft.shared_bytes += int(lengths.sum())
     guest.counters.add("shared_bytes", int(lengths.sum()))
@@ -196,16 +189,16 @@ def confirm(guest: Guest, message: said.Confirm) -> Said:
     )
     _refuse_known(guest, begin.token)
     _refuse_nonsense(guest, draft.lengths, message.contents)
-    guest.hosted.replica.require(begin.model)
     guest.hosted.look()
-    record = draft.pool.commit_rows(rows, labels)
+    with guest.hosted.replica.committing(begin.model, begin.term, begin.commit):
+        gone = {info.id for info in guest.find_all(message.gone)}
+        record = draft.pool.commit_rows(rows, labels, gone)
     # Once more: if the pool file was replaced meanwhile, no process will find this version.
     guest.hosted.look()
     guest.draft = None
     guest.link.account.keep(-draft.size)
     guest.hosted.end_save()
     guest.note_change({begin.model})
-    guest.hosted.replica.note_commit(begin.model, begin.token)
     guest.counters.add("saves")
     end = time.perf_counter()
     guest.counters.add("commit_seconds", end - start)
@@ -239,8 +232,15 @@ def settle(guest: Guest, message: said.Settle) -> Said:
     """Wait until the replica has a version too, and answer."""
     if message.model not in guest.claims:
         raise UsageError(f"model {message.model!r} is not claimed here")
-    guest.hosted.replica.wait_until_logged(message.model, message.token)
+    guest.hosted.replica.settle(message.model, message.token)
     return said.Done()
+
+
+def lead(guest: Guest, message: said.Lead) -> Said:
+    """Return who leads a model: another host's pool from now on, if it may."""
+    if any(message.pool) and guest.hosted.mirror is not None:
+        guest.hosted.mirror.claim(message.model)
+    return guest.hosted.replica.answer(message)
 
 
 def _move(guest: Guest, draft: Draft, indices: Column, moved: Sources) -> said.Hashed:

@@ -29,8 +29,6 @@ from portus.errors import (
 from portus.reach.index.catalogue import Catalogue, newest_catalogue
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord, decode_version
-from portus.reach.mirror.commit_numbers import REPLICA
-from portus.reach.mirror.objects import LOG, prefix_of
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import parse
 from portus.reach.protocol.messages import (
@@ -76,17 +74,18 @@ class HostPool(PoolReader):
         *,
         claim_s: float | None = None,
         durable: int = 1,
+        links: Links | None = None,
     ) -> None:
         """model: the one to save, as the only client; None: to look at the pool. claim_s: the
         longest wait for another client to release the model; None: the host's. durable: 2 if a
-        commit counts only once the replica of the host has it, too. Raises ``TransportError`` if no
-        host answers, ``UsageError`` for a wrong secret, ``BusyError``."""
-        self.links: Final = Links(
+        commit counts only once the replica of the host has it, too. links: if there are connections
+        already. Raises ``TransportError`` if no host answers, ``UsageError`` for a wrong secret,
+        ``BusyError``."""
+        self.links: Final = links or Links(
             parse(address),
             Credentials.from_environment(),
             model=model,
             claim_s=claim_s,
-            log="" if model is None else f"{REPLICA}/{prefix_of(model)}{LOG}",
             durable=durable,
         )
         self.durable: Final = durable
@@ -140,9 +139,10 @@ class HostPool(PoolReader):
                 *(where, commit, before[1]),
             )
 
-    def let_go(self, tokens: Collection[bytes]) -> None:
-        """Remove versions, by their tokens, and ignore missing ones."""
-        _let_go(self.links, tokens)
+    def let_go(self, tokens: Collection[bytes], model: str = "", term: int = 0) -> None:
+        """Remove versions, by their tokens, and ignore missing ones. term: the one in which this
+        process, a host, leads ``model``."""
+        _let_go(self.links, tokens, model, term)
 
     def standing(self) -> said.Standing:
         """Return the state of the pool, in bytes."""
@@ -192,9 +192,9 @@ def let_go_at(address: str, tokens: Collection[bytes]) -> None:
         _let_go(links, tokens)
 
 
-def _let_go(links: Links, tokens: Collection[bytes]) -> None:
+def _let_go(links: Links, tokens: Collection[bytes], model: str = "", term: int = 0) -> None:
     if tokens:
-        links.ask(said.Retire(b"".join(tokens)), said.Done, links.silence_s)
+        links.ask(said.Retire(b"".join(tokens), model, term), said.Done, links.silence_s)
 
 
 class HostDraft:
@@ -211,8 +211,13 @@ class HostDraft:
     tells the host.
     """
 
-    def __init__(self, pool: HostPool, snapshot: Snapshot) -> None:
+    def __init__(
+        self, pool: HostPool, snapshot: Snapshot, *, term: int = 0, commit: int = 0
+    ) -> None:
+        """term: of a host that copies a version there, the one in which it leads the model, and the
+        newest ``commit`` of its pool; 0: a client saves."""
         self._pool: Final = pool
+        self._lead: Final = term, commit
         self._lengths: Final = snapshot.length
         self._late: Final = snapshot.late
         self._snapshot: Snapshot | None = snapshot
@@ -275,7 +280,8 @@ class HostDraft:
     def read_back(self, storage: Column, offset: Column, length: Column) -> None:
         """Do nothing: the host has them."""
 
-    def commit(self, labels: Labels) -> VersionRecord:
+    def commit(self, labels: Labels, gone: Collection[bytes] = ()) -> VersionRecord:
+        """See ``Draft``. gone: tokens of more versions to remove with the commit."""
         link = self._ready(Stop())
         confirm = said.Confirm(
             digests=self._digests.tobytes(),
@@ -283,6 +289,7 @@ class HostDraft:
             keep=pack_map(asdict(labels.keep) if labels.keep else {}),
             inexact=labels.inexact,
             metrics=pack_map(labels.metrics),
+            gone=b"".join(gone),
         )
         # Noted first: after a break the connection may be to another pool.
         uuid = asked = self._pool.links.uuid_of(link)
@@ -357,12 +364,15 @@ class HostDraft:
         try:
             with link.under(stop):
                 reached = _reach(links, link, snapshot)
+                term, commit = self._lead
                 begin = said.Begin(
                     model=snapshot.model,
                     step=snapshot.step,
                     token=snapshot.token,
                     lengths=pack_column(snapshot.length),
                     handles=b"" if reached is None else pack_pairs(reached.address, reached.key),
+                    term=term,
+                    commit=commit,
                 )
                 expect(link.ask(begin, links.answer_s), said.Done)
         except BaseException:
