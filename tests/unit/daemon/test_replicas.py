@@ -256,7 +256,7 @@ def test_a_host_that_does_not_reach_its_replica_grants_what_it_has_and_nothing_n
     with caplog.at_level(logging.ERROR), portus.PoolCheckpointer(url(two.first), "net") as saver:
         saved(saver, 2)
         replica = two.first.house.pools.of("default").replica
-        until(lambda: replica.failure)
+        until(lambda: bool(replica.failure))
         assert 2 in [info.step for info in replica.missing()]
         assert replica.lag_s > 0
     assert "saved here WITHOUT its replica" in caplog.text
