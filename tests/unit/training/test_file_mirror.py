@@ -861,6 +861,25 @@ def test_a_machine_that_lost_all_its_directories_has_them_again_each_as_a_whole(
     again.files.close()
 
 
+def test_a_directory_of_which_a_nested_file_is_damaged_is_not_there_at_all(
+    bucket: Bucket, tmp_path: Path
+) -> None:
+    """Half of it, or an empty directory, would look like the newest checkpoint."""
+    run = Directories(bucket, tmp_path / "run").begin()
+    for step in (1, 2):
+        nested = tmp_path / f"run/ckpt/s{step}/global/step"
+        nested.mkdir(parents=True)
+        (nested / "rank.bin").write_bytes(b"x" * step)
+        run.save(f"s{step}", step).wait()
+    run.files.close()
+    shutil.rmtree(tmp_path / "run")
+    bucket.behind.put("run/ckpt/s2/config.json", b"XX")
+    again = Directories(bucket, tmp_path / "run").fetch()
+    assert set(os.listdir(tmp_path / "run/ckpt")) - {".portus"} == {"s1"}
+    assert (tmp_path / "run/ckpt/s1/global/step/rank.bin").read_bytes() == b"x"
+    again.files.close()
+
+
 def objects(bucket: Bucket) -> set[str]:
     """The names of all objects of the run, but for its log and for digests."""
     names = {each.name.removeprefix("run/") for each in bucket.behind.list("")}

@@ -537,11 +537,18 @@ class DirectoryMirror(BackgroundCopier, Companion):
         found: dict[str, list[FileAdded]] = {}
         for each in state.files:
             if not (each.link or each.retired or each in self._damaged or self._has(each)):
-                checkpoint = os.path.dirname(each.path) if self._of_directories else each.path
-                found.setdefault(checkpoint, []).append(each)
+                found.setdefault(self._checkpoint_of(each.path), []).append(each)
         return sorted(
             found.values(), key=lambda files: max((each.term, each.time_ns) for each in files)
         )
+
+    def _checkpoint_of(self, name: str) -> str:
+        """Return the path of the checkpoint that a file is of."""
+        if not self._of_directories:
+            return name
+        first, *inside = os.path.relpath(self._path_of(name), self._checkpoints).split(os.sep)
+        is_inside = inside and first != os.pardir
+        return os.path.join(self._checkpoints, first) if is_inside else os.path.dirname(name)
 
     def _fetch_all(self, state: State) -> None:
         """Fetch missing files, oldest first: after a kill the newest is still missing."""
@@ -585,25 +592,39 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
 
     def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
-        """Fetch the files of one directory, which become visible together."""
-        paths = [os.path.realpath(self._path_of(each.path)) for each in files]
-        make_directory(os.path.dirname(paths[0]))
+        """Fetch the files of one checkpoint, or none of them. Those of one directory become visible
+        together, after those of the directories in it."""
         with contextlib.ExitStack() as stack:
             publisher = Publisher(Linux())
             stack.callback(publisher.close)
-            draft = publisher.begin(*paths, base=base_of(self._directory, paths[0]))
-            stack.callback(draft.abandon)
-            for each, path, file in zip(files, paths, draft.files, strict=True):
-                number = file.file.number
-                with self._mirror.open(each) as opened:
-                    opened.parts[0].write(number, each.path, advance)
-                with contextlib.suppress(OSError):
-                    # Before it is published: a Lightning that starts chooses by times
-                    # (decision 0208).
-                    os.utime(number, ns=(each.time_ns, each.time_ns))
-                with naming_call("sync", path):
-                    os.fsync(number)
-            draft.publish()
+            stack.callback(self._remove_empty, self._checkpoint_of(files[0].path))
+            drafts = []
+            for _, together in itertools.groupby(sorted(files, key=_place, reverse=True), _place):
+                own = list(together)
+                paths = [os.path.realpath(self._path_of(each.path)) for each in own]
+                make_directory(os.path.dirname(paths[0]))
+                draft = publisher.begin(*paths, base=base_of(self._directory, paths[0]))
+                stack.callback(draft.abandon)
+                drafts.append(draft)
+                for each, file in zip(own, draft.files, strict=True):
+                    self._fetch_file(each, file.file.number, advance)
+            for draft in drafts:
+                draft.publish()
+
+    def _fetch_file(self, said: FileAdded, number: int, advance: Callable[[int], None]) -> None:
+        with self._mirror.open(said) as opened:
+            opened.parts[0].write(number, said.path, advance)
+        with contextlib.suppress(OSError):
+            # Before it is published: a Lightning that starts chooses by times (decision 0208).
+            os.utime(number, ns=(said.time_ns, said.time_ns))
+        with naming_call("sync", self._path_of(said.path)):
+            os.fsync(number)
+
+    def _remove_empty(self, checkpoint: str) -> None:
+        """Remove empty directories of a checkpoint: they look like one."""
+        for directory, _, _ in os.walk(self._path_of(checkpoint), topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
 
     # The directory.
 
@@ -710,6 +731,10 @@ def _size_of(path: str, status: os.stat_result) -> int:
 
 def _target_of(link: str, target: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
+
+
+def _place(filed: FileAdded) -> str:
+    return posixpath.dirname(filed.path)
 
 
 def _is_in(path: str, above: str) -> bool:
