@@ -18,7 +18,7 @@ import torch
 
 import portus
 from portus.engine.copying.local import hash_sources
-from portus.engine.copying.segments import Source, Stop
+from portus.engine.copying.segments import Sources, Stop
 from portus.engine.format.checksum import UNIT
 from portus.reach.index.pool import PoolWriter
 from portus.reach.transport.stream import Link
@@ -155,7 +155,8 @@ def shares_row(name: str, parts: Parts, rounds: int, warmups: int = 3) -> Row:
 
 def _local_parts(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]) -> Parts:
     """Copy and hash are one pass: ``hash`` is what hashing alone takes, ``copy`` the rest."""
-    sources = [Source(each.data_ptr(), each.nbytes) for each in state.values()]
+    addresses, lengths = zip(*((each.data_ptr(), each.nbytes) for each in state.values()))
+    sources = Sources.at(addresses, lengths, [])
     step = 0
     while True:
         change(state)

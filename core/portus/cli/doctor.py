@@ -24,7 +24,7 @@ from portus.cli.options import Texts, argument
 from portus.cli.output import Output, error_line
 from portus.cli.pools import nearest, refuse_pointer
 from portus.engine.copying.local import copy
-from portus.engine.copying.segments import Source, Stop
+from portus.engine.copying.segments import Sources, Stop
 from portus.engine.image.image import Image
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
@@ -191,7 +191,7 @@ def measure(place: str, size: int) -> Speeds:
         info = medium.info
 
         def save() -> None:
-            copy(medium, [Source(source.ctypes.data, size, (extent,))], Stop())
+            copy(medium, Sources.at([source.ctypes.data], [size], [extent]), Stop())
             medium.persist([extent])
 
         calls: dict[str, Callable[[], object]] = {

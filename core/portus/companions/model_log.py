@@ -15,7 +15,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 import numpy as np
 
 from portus.engine.copying.local import copy
-from portus.engine.copying.segments import Column, Digests, Source, Stop
+from portus.engine.copying.segments import Column, Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
@@ -225,8 +225,8 @@ class Pieces:
         whether something waits. Raises ``MediumError``."""
         piece = self._pieces[len(self._digests)]
         self._digests.append(copy(self._pool.medium, piece, stop))
-        self.done += sum(source.length for source in piece)
-        return [extent for source in piece for extent in source.extents]
+        self.done += piece.size
+        return piece.extents
 
     def go_on(self, stop: Stop, others: Sequence[Extent] = ()) -> None:
         """Store the next piece; it and ``others``, which were stored before, are durable on return.
@@ -248,20 +248,19 @@ class Pieces:
 
 def _cut(
     data: Sequence[Bytes], extents: Sequence[Sequence[Extent]], most: int
-) -> Iterator[list[Source]]:
+) -> Iterator[Sources]:
     """Yield all storages as pieces: units of long ones, and short ones together, up to ``most``
     bytes. Each source has one digest."""
-    piece: list[Source] = []
-    size = 0
+    address, length, inside, size = list[int](), list[int](), list[Extent](), 0
     for each, own in zip(data, extents, strict=True):
-        address, length = each.ctypes.data, len(each)
-        for start in range(0, max(1, length), UNIT):
-            step = min(UNIT, length - start)
-            if piece and size + step > most:
-                yield piece
-                piece, size = [], 0
-            inside = tuple(part(own, start, start + step))
-            piece.append(Source(address + start if step else 0, step, inside))
+        for start in range(0, max(1, len(each)), UNIT):
+            step = min(UNIT, len(each) - start)
+            if length and size + step > most:
+                yield Sources.at(address, length, inside)
+                address, length, inside, size = [], [], [], 0
+            address.append(each.ctypes.data + start if step else 0)
+            length.append(step)
+            inside += part(own, start, start + step)
             size += step
-    if piece:
-        yield piece
+    if length:
+        yield Sources.at(address, length, inside)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from portus.engine.copying.local import Engine, copy
-from portus.engine.copying.segments import Crcs, Source, Sources, Stop, cut
+from portus.engine.copying.segments import Crcs, Stop, cut
 from portus.engine.format.checksum import UNIT
 from portus.engine.media.base import Medium
 from portus.engine.spec import Extent
@@ -20,6 +20,7 @@ from portus.reach.media.space import Memory
 from portus.reach.pools.image_draft import sum_sources
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.stream import Link, give, take
+from tests.unit.copying.sources import Source
 from tests.unit.copying.test_local import Case, random_case, rows
 
 ROUNDS = 8
@@ -62,7 +63,7 @@ def cases(seed: int, room: int) -> Iterator[Case]:
 def test_what_is_copied_is_summed(engine: Engine, medium: Medium, seed: int) -> None:
     for case in cases(seed, medium.size):
         crcs = nothing(case)
-        digests = copy(medium, case.sources, Stop(), engine=engine, crcs=crcs)
+        digests = copy(medium, case.columns, Stop(), engine=engine, crcs=crcs)
         assert rows(digests) == case.expected
         assert crcs.tolist() == expected(case)
 
@@ -70,16 +71,16 @@ def test_what_is_copied_is_summed(engine: Engine, medium: Medium, seed: int) -> 
 def test_each_unit_of_a_big_source_is_summed(engine: Engine, seed: int) -> None:
     case = big_case(random.Random(seed))
     crcs = nothing(case)
-    copy(Memory(sum(LENGTHS)), case.sources, Stop(), engine=engine, crcs=crcs)
+    copy(Memory(sum(LENGTHS)), case.columns, Stop(), engine=engine, crcs=crcs)
     assert crcs.tolist() == expected(case)
-    assert sum_sources(Sources.of(case.sources)).tolist() == expected(case)
+    assert sum_sources(case.columns).tolist() == expected(case)
 
 
 def test_what_arrives_over_a_socket_is_summed(medium: Medium, seed: int) -> None:
     for case in cases(seed, medium.size):
         with linked() as (client, host), ThreadPoolExecutor(1) as pool:
-            giving = pool.submit(give, client, Sources.of(case.sources), Stop())
-            crcs, (segments, digests) = nothing(case), cut(Sources.of(case.sources))
+            giving = pool.submit(give, client, case.columns, Stop())
+            crcs, (segments, digests) = nothing(case), cut(case.columns)
             take(host, segments, digests, Stop(), medium, crcs)
             sent = giving.result(60)
         assert rows(digests) == rows(sent) == case.expected

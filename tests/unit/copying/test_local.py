@@ -17,14 +17,15 @@ import pytest
 from numpy.typing import NDArray
 
 from portus.engine.copying import local, native
-from portus.engine.copying.local import Engine, check, copy, fetch, hash_sources, same_bytes
-from portus.engine.copying.segments import Segments, Source, Sources, Stop, StoppedError
+from portus.engine.copying.local import Engine, PurePython, check, copy, fetch, hash_sources
+from portus.engine.copying.segments import Segments, Sources, Stop, StoppedError
 from portus.engine.copying.segments import memory as _view
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.media.base import MappedMedium, Medium, MediumInfo
 from portus.engine.spec import PAGE, Extent
 from portus.errors import MediumError, UsageError
 from portus.reach.media.space import Memory
+from tests.unit.copying.sources import Source, columns_of
 
 Buffer = NDArray[np.uint8]
 
@@ -43,6 +44,10 @@ class Case:
 
     memory: Buffer
     sources: tuple[Source, ...]
+
+    @property
+    def columns(self) -> Sources:
+        return columns_of(self.sources)
 
     @property
     def expected(self) -> list[bytes]:
@@ -133,7 +138,7 @@ def test_random_sources_go_to_the_pool_and_come_back(
     for _ in range(ROUNDS):
         case = random_case(rng, medium.size)
         before = contents(medium)
-        assert rows(copy(medium, case.sources, Stop(), engine=engine)) == case.expected
+        assert rows(copy(medium, case.columns, Stop(), engine=engine)) == case.expected
 
         expected = before
         for source in case.sources:
@@ -144,12 +149,11 @@ def test_random_sources_go_to_the_pool_and_come_back(
                 start += extent.length
         assert np.array_equal(contents(medium), expected)  # nothing else was touched
 
-        assert rows(hash_sources(case.sources, Stop(), engine=engine)) == case.expected
-        assert rows(check(medium, case.sources, Stop(), engine=engine)) == case.expected
-        assert same_bytes(medium, case.sources, engine=engine)
+        assert rows(hash_sources(case.columns, Stop(), engine=engine)) == case.expected
+        assert rows(check(medium, case.columns, Stop(), engine=engine)) == case.expected
 
         back = case.elsewhere()
-        assert rows(fetch(medium, back.sources, Stop(), engine=engine)) == case.expected
+        assert rows(fetch(medium, back.columns, Stop(), engine=engine)) == case.expected
         assert np.array_equal(back.memory, case.only_sources())  # nothing else was touched
 
 
@@ -189,8 +193,8 @@ def test_the_digest_is_of_what_was_stored_though_the_source_changes_meanwhile(
     for _ in range(10):
         wrote.clear()
         wrote.wait()
-        stored = rows(copy(medium, case.sources, Stop(), engine=engine))
-        assert rows(check(medium, case.sources, Stop(), engine=engine)) == stored
+        stored = rows(copy(medium, case.columns, Stop(), engine=engine))
+        assert rows(check(medium, case.columns, Stop(), engine=engine)) == stored
 
 
 def test_what_is_fetched_is_hashed_where_it_arrived(engine: Engine, busy: Busy) -> None:
@@ -202,7 +206,7 @@ def test_what_is_fetched_is_hashed_where_it_arrived(engine: Engine, busy: Busy) 
     for _ in range(10):
         wrote.clear()
         wrote.wait()
-        arrived = rows(fetch(medium, back.sources, Stop(), engine=engine))
+        arrived = rows(fetch(medium, back.columns, Stop(), engine=engine))
         assert arrived == back.expected
 
 
@@ -211,7 +215,7 @@ def test_every_flipped_bit_is_seen(engine: Engine, medium: Medium, seed: int) ->
     flips = 0
     for _ in range(ROUNDS):
         case = random_case(rng, medium.size)
-        copy(medium, case.sources, Stop(), engine=engine)
+        copy(medium, case.columns, Stop(), engine=engine)
         extents = [e for source in case.sources for e in source.extents if e.length]
         if not extents:
             continue
@@ -224,10 +228,9 @@ def test_every_flipped_bit_is_seen(engine: Engine, medium: Medium, seed: int) ->
         flipped[0] ^= 1 << rng.randrange(8)
         medium.store(offset, bytes(flipped))
 
-        found = rows(check(medium, case.sources, Stop(), engine=engine))
+        found = rows(check(medium, case.columns, Stop(), engine=engine))
         assert sum(a != b for a, b in zip(found, case.expected, strict=True)) == 1
-        assert not same_bytes(medium, case.sources, engine=engine)
-        assert found == rows(fetch(medium, case.elsewhere().sources, Stop(), engine=engine))
+        assert found == rows(fetch(medium, case.elsewhere().columns, Stop(), engine=engine))
         flips += 1
     assert flips > ROUNDS // 2
 
@@ -238,11 +241,11 @@ def test_units_of_a_big_source_are_hashed_each(engine: Engine) -> None:
     assert case.sources[0].length + case.sources[1].length > local.TWO_THREADS_MIN
     medium = Memory(case.sources[-1].extents[-1].end)
     stop = Stop()
-    assert rows(copy(medium, case.sources, stop, engine=engine)) == case.expected
+    assert rows(copy(medium, case.columns, stop, engine=engine)) == case.expected
     assert stop.bytes_done == len(case.memory)
-    assert rows(check(medium, case.sources, Stop(), engine=engine)) == case.expected
+    assert rows(check(medium, case.columns, Stop(), engine=engine)) == case.expected
     back = case.elsewhere()
-    assert rows(fetch(medium, back.sources, Stop(), engine=engine)) == case.expected
+    assert rows(fetch(medium, back.columns, Stop(), engine=engine)) == case.expected
     assert np.array_equal(back.memory, case.memory)
     medium.close()
 
@@ -255,10 +258,10 @@ def test_two_threads_do_each_unit_once(engine: Engine, seed: int) -> None:
     case = Case(case.memory, tuple(in_extents_of(source, 300_001) for source in case.sources))
     assert len(case.memory) > native.SECOND_THREAD_MIN
     medium, stop = Memory(len(case.memory)), Stop()
-    assert rows(copy(medium, case.sources, stop, engine=engine)) == case.expected
+    assert rows(copy(medium, case.columns, stop, engine=engine)) == case.expected
     assert stop.bytes_done == len(case.memory)
     assert np.array_equal(contents(medium), case.memory)
-    assert rows(fetch(medium, case.elsewhere().sources, Stop(), engine=engine)) == case.expected
+    assert rows(fetch(medium, case.elsewhere().columns, Stop(), engine=engine)) == case.expected
     medium.close()
 
 
@@ -286,10 +289,9 @@ def test_a_small_source_may_be_strewn_over_many_pages(engine: Engine) -> None:
     count = 2 * local.SCRATCH // PAGE
     medium, memory = Memory(count * PAGE), np.arange(count).astype(np.uint8)
     strewn = tuple(Extent(i * PAGE, 1) for i in range(count))
-    sources = [Source(memory.ctypes.data, count, strewn)]
+    sources = Sources.at([memory.ctypes.data], [count], strewn)
     assert rows(copy(medium, sources, Stop(), engine=engine)) == [digest(memory.data)]
     assert rows(check(medium, sources, Stop(), engine=engine)) == [digest(memory.data)]
-    assert same_bytes(medium, sources, engine=engine)
     medium.close()
 
 
@@ -299,7 +301,7 @@ def test_many_small_sources_come_with_few_loads() -> None:
     small = [
         Source(memory.ctypes.data + 5000 * i, 5000, (Extent(5056 * i, 5000),)) for i in range(1000)
     ]
-    fetch(medium, small, Stop())
+    fetch(medium, columns_of(small), Stop())
     assert 0 < medium.loads < 10
     medium.close()
 
@@ -308,7 +310,7 @@ def test_many_small_sources_go_with_few_stores(engine: Engine) -> None:
     medium = Unmapped(20 << 20)
     assert not isinstance(medium, MappedMedium)
     case = big_case(*[5000] * 1000, *[64] * 1000)
-    assert rows(copy(medium, case.sources, Stop(), engine=engine)) == case.expected
+    assert rows(copy(medium, case.columns, Stop(), engine=engine)) == case.expected
     assert 0 < medium.stores < 5
     held = np.empty(len(case.memory), np.uint8)
     medium.load(0, held.data)
@@ -362,7 +364,7 @@ def test_a_mapped_medium_is_told_of_every_page_that_was_written_and_no_other(
     for _ in range(ROUNDS):
         medium = Counting(10 << 20)
         case = random_case(rng, medium.size)
-        copy(medium, case.sources, Stop(), engine=engine)
+        copy(medium, case.columns, Stop(), engine=engine)
         told = {page for extent in getattr(medium, "told", []) for page in pages(extent)}
         written = {page for s in case.sources for extent in s.extents for page in pages(extent)}
         assert told == written
@@ -395,7 +397,6 @@ CALLS: dict[str, Callable[[Medium, Sources, Stop, Engine], object]] = {
     "hash": lambda medium, sources, stop, engine: hash_sources(sources, stop, engine=engine),
     "fetch": lambda medium, sources, stop, engine: fetch(medium, sources, stop, engine=engine),
     "check": lambda medium, sources, stop, engine: check(medium, sources, stop, engine=engine),
-    "same": lambda medium, sources, stop, engine: same_bytes(medium, sources, stop, engine=engine),
 }
 
 
@@ -451,8 +452,6 @@ def test_an_engine_does_nothing_once_asked_to_stop(engine: Engine, length: int) 
     digests = np.zeros((len(segments), 16), np.uint8)
     with pytest.raises(StoppedError):
         engine.move(segments, None, digests, stop)
-    with pytest.raises(StoppedError):
-        engine.same(segments, segments.address, stop)
     assert stop.bytes_done == 0
     assert not digests.any()
 
@@ -495,11 +494,11 @@ class Slow(Unmapped):
 def test_a_stop_is_seen_between_two_stores_and_two_loads(engine: Engine, length: int) -> None:
     memory = np.ones(3 * length, np.uint8)
     apart = [Extent(start, length) for start in (0, 2 * local.SCRATCH, 5 * local.SCRATCH)]
-    source = Source(memory.ctypes.data, 3 * length, tuple(apart))
+    source = Sources.at([memory.ctypes.data], [3 * length], apart)
     for call in CALLS.keys() - {"hash"}:
         medium = Slow(apart[-1].end)
         with pytest.raises(StoppedError):
-            CALLS[call](medium, Sources.of([source]), medium.stop, engine)
+            CALLS[call](medium, source, medium.stop, engine)
         assert medium.stores + medium.loads == 1
         medium.close()
 
@@ -516,7 +515,7 @@ class Failing(Disk):
         super().load(offset, target)
 
 
-@pytest.mark.parametrize("call", ["fetch", "check", "same"])
+@pytest.mark.parametrize("call", ["fetch", "check"])
 @pytest.mark.parametrize("bad", [0, 1 << 20, (64 << 20) - 1])
 def test_an_error_of_the_medium_is_raised_whichever_thread_meets_it(
     engine: Engine, call: str, bad: int
@@ -539,11 +538,11 @@ def test_what_is_memory_is_read_where_it_lies(engine: Engine) -> None:
 
     medium = Asked(UNIT + (2 << 20))
     case = big_case(UNIT + 1, 7, 1 << 20)
-    copy(medium, case.sources, Stop(), engine=engine)
-    assert rows(check(medium, case.sources, Stop(), engine=engine)) == case.expected
+    copy(medium, case.columns, Stop(), engine=engine)
+    assert rows(check(medium, case.columns, Stop(), engine=engine)) == case.expected
     before = case.memory.copy()
     case.memory[:] = 0
-    assert rows(fetch(medium, case.sources, Stop(), engine=engine)) == case.expected
+    assert rows(fetch(medium, case.columns, Stop(), engine=engine)) == case.expected
     assert np.array_equal(case.memory, before)
     medium.close()
 
@@ -555,10 +554,10 @@ def test_what_is_memory_is_read_with_one_call_of_the_engine(
     monkeypatch.setattr(local, "BATCH", 1 << 20)
     case = big_case(1 << 20, 7, 1 << 20, 1 << 20)
     medium = Memory(len(case.memory))
-    copy(medium, case.sources, Stop(), engine=engine)
+    copy(medium, case.columns, Stop(), engine=engine)
     for call in (check, fetch):
         seen = Watching(engine)
-        assert rows(call(medium, case.sources, Stop(), engine=seen)) == case.expected
+        assert rows(call(medium, case.columns, Stop(), engine=seen)) == case.expected
         assert seen.calls == 1
     medium.close()
 
@@ -573,17 +572,17 @@ def test_poisoned_memory_can_still_be_loaded_from(engine: Engine) -> None:
     medium = Memory(2 << 20)
     medium.space.drain = sync  # type: ignore[method-assign]
     case = big_case(1 << 20)
-    copy(medium, case.sources, Stop(), engine=engine)
+    copy(medium, case.columns, Stop(), engine=engine)
     failing[0] = True
     with pytest.raises(MediumError):
         medium.persist([Extent(0, PAGE)])
-    assert rows(check(medium, case.sources, Stop(), engine=engine)) == case.expected
+    assert rows(check(medium, case.columns, Stop(), engine=engine)) == case.expected
     medium.close()
 
 
 def test_a_source_without_an_address_is_refused() -> None:
     medium = Memory(PAGE)
-    nowhere = [Source(0, 5, (Extent(0, 5),))]
+    nowhere = Sources.at([0], [5], [Extent(0, 5)])
     for call in (copy, fetch):
         with pytest.raises(UsageError, match="address"):
             call(medium, nowhere, Stop())
@@ -595,7 +594,7 @@ def test_a_source_without_an_address_is_refused() -> None:
 
 def test_a_source_without_extents_is_refused_where_the_pool_is_needed() -> None:
     medium, memory = Memory(PAGE), np.ones(5, np.uint8)
-    homeless = [Source(memory.ctypes.data, 5)]
+    homeless = Sources.at([memory.ctypes.data], [5], [])
     for call in (copy, fetch, check):
         with pytest.raises(UsageError, match="extents"):
             call(medium, homeless, Stop())
@@ -608,30 +607,33 @@ def test_an_extent_outside_the_medium_is_refused_and_nothing_is_written(engine: 
     assert isinstance(medium, MappedMedium)
     with pytest.raises(UsageError):
         copy(
-            medium, [Source(memory.ctypes.data, 10, (Extent(PAGE - 5, 10),))], Stop(), engine=engine
+            medium,
+            Sources.at([memory.ctypes.data], [10], [Extent(PAGE - 5, 10)]),
+            Stop(),
+            engine=engine,
         )
     assert not contents(medium).any()
     medium.close()
 
 
 def test_no_sources_are_no_work(engine: Engine, medium: Medium) -> None:
-    assert copy(medium, [], Stop(), engine=engine).shape == (0, 16)
-    assert fetch(medium, [], Stop(), engine=engine).shape == (0, 16)
-    assert same_bytes(medium, [], engine=engine)
-    assert rows(copy(medium, [Source(0, 0)], Stop(), engine=engine)) == [digest(b"")]
+    none, empty = Sources.at([], [], []), Sources.at([0], [0], [])
+    assert copy(medium, none, Stop(), engine=engine).shape == (0, 16)
+    assert fetch(medium, none, Stop(), engine=engine).shape == (0, 16)
+    assert rows(copy(medium, empty, Stop(), engine=engine)) == [digest(b"")]
 
 
 def test_the_engine_gets_whole_units(engine: Engine) -> None:
     seen = Watching(engine)
     case = big_case(UNIT + 1, 7, 3 * UNIT)
     medium = Memory(len(case.memory))
-    copy(medium, case.sources, Stop(), engine=seen)
+    copy(medium, case.columns, Stop(), engine=seen)
     assert seen.most <= local.BATCH
     assert len(seen.rows) == len(set(seen.rows)) == len(case.expected)
     medium.close()
 
 
-class Watching:
+class Watching(PurePython):
     """An engine that remembers what it was asked."""
 
     def __init__(self, engine: Engine) -> None:
@@ -655,9 +657,6 @@ class Watching:
         self.most = max(self.most, segments.size)
         self._engine.move(segments, target, digests, stop, crcs, file, kept)
 
-    def same(self, segments: Segments, target: NDArray[np.int64], stop: Stop) -> bool:
-        return self._engine.same(segments, target, stop)
-
 
 WHILE_THE_INTERPRETER_ENDS = """
 import threading
@@ -666,10 +665,10 @@ import numpy as np
 from portus.engine.format.checksum import UNIT, digest
 from portus.reach.media.space import Memory
 from portus.engine.spec import Extent
-from portus.engine.copying.local import Source, Stop, copy, fetch
+from portus.engine.copying.local import Sources, Stop, copy, fetch
 
 memory, medium = np.ones(8 * UNIT, np.uint8), Memory(8 * UNIT)
-source = Source(memory.ctypes.data, len(memory), (Extent(0, len(memory)),))
+source = Sources.at([memory.ctypes.data], [len(memory)], [Extent(0, len(memory))])
 
 def threads_can_start():
     try:
@@ -682,9 +681,9 @@ def work():
     while threads_can_start():
         pass
     expected = 8 * digest(memory[:UNIT].data)
-    assert copy(medium, [source], Stop()).tobytes() == expected
+    assert copy(medium, source, Stop()).tobytes() == expected
     memory[:] = 0
-    assert fetch(medium, [source], Stop()).tobytes() == expected
+    assert fetch(medium, source, Stop()).tobytes() == expected
     assert memory.all()
     print("done")
 

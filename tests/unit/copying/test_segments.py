@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portus.engine.copying.segments import Segments, Source, Sources, Stop, StoppedError, cut
+from portus.engine.copying.segments import Segments, Sources, Stop, StoppedError, cut
 from portus.engine.format.checksum import UNIT, digest, unit_count
 from portus.engine.spec import PAGE, Extent
 from portus.errors import AbandonedError, UsageError
+from tests.unit.copying.sources import Source, columns_of
 
 LENGTHS = st.one_of(
     st.integers(0, 3),
@@ -64,7 +65,7 @@ def test_segments_are_the_sources_cut_where_source_unit_or_extent_begins(
                 expected.append((source.address + done, place, end - done, row + done // UNIT))
                 done = end
         row += unit_count(source.length)
-    segments, digests = cut(Sources.of(sources))
+    segments, digests = cut(columns_of(sources))
     found = zip(segments.address, segments.offset, segments.length, segments.row, strict=True)
     assert [tuple(map(int, segment)) for segment in found] == expected
     assert digests.shape == (row, 16)
@@ -72,7 +73,7 @@ def test_segments_are_the_sources_cut_where_source_unit_or_extent_begins(
 
 @given(sources_with_extents())
 def test_an_empty_source_has_the_digest_of_nothing(sources: list[Source]) -> None:
-    _, digests = cut(Sources.of(sources))
+    _, digests = cut(columns_of(sources))
     rows = np.cumsum([0, *(unit_count(source.length) for source in sources)])
     for source, row in zip(sources, rows, strict=False):
         expected = digest(b"") if source.length == 0 else bytes(16)
@@ -83,7 +84,7 @@ def test_an_empty_source_has_the_digest_of_nothing(sources: list[Source]) -> Non
 def test_batches_are_whole_units_within_the_limit(
     sources: list[Source], size_max: int, gap: int
 ) -> None:
-    segments, _ = cut(Sources.of(sources))
+    segments, _ = cut(columns_of(sources))
     batches = list(segments.batches(size_max, gap=gap))
     rows = [row for batch in batches for row in batch.row.tolist()]
     assert rows == segments.row.tolist()
@@ -102,7 +103,7 @@ def test_batches_are_as_large_as_the_limit_allows() -> None:
 
 @given(sources_with_extents(), st.sampled_from([PAGE + 1, 1 << 20, UNIT]))
 def test_pieces_are_the_same_bytes_and_never_longer(sources: list[Source], size_max: int) -> None:
-    segments, _ = cut(Sources.of(sources))
+    segments, _ = cut(columns_of(sources))
     pieces = segments.pieces(size_max)
     assert pieces.size == segments.size
     assert all(length <= size_max for length in pieces.length.tolist())
@@ -162,17 +163,6 @@ def test_columns_of_another_type_are_refused() -> None:
     empty = np.array([], np.int64)
     with pytest.raises(UsageError, match="int64"):
         Sources(address=narrow, length=narrow, extent_offset=empty, extent_length=empty)  # type: ignore[arg-type]  # the point
-
-
-@pytest.mark.parametrize(
-    ("address", "length", "extents"),
-    [(-1, 0, ()), (8, -1, ()), (8, 5, (Extent(0, 4),)), (8, 5, (Extent(0, 4), Extent(9, 2)))],
-)
-def test_a_source_that_makes_no_sense_is_refused(
-    address: int, length: int, extents: tuple[Extent, ...]
-) -> None:
-    with pytest.raises(UsageError):
-        Source(address, length, extents)
 
 
 def test_a_stop_is_asked_once_and_for_good() -> None:

@@ -44,14 +44,14 @@ def extents(version: VersionRecord) -> list[tuple[int, int]]:
     return [(each.offset, each.length) for each in version.storage_extents(0)]
 
 
-def test_what_is_the_same_is_shared_and_what_changed_is_not(pool: Pool) -> None:
+def test_what_is_the_same_is_shared_and_what_rotted_is_not(pool: Pool) -> None:
     data = np.arange(1000)
     before = saved(pool, data)
     draft, place = draft_of(pool, data)
     assert draft.share(before, FIRST, place, Stop())
     assert extents(commit(draft, 2)) == extents(before)
 
-    data[500] += 1
+    pool.writer.medium.store(before.storage_extents(0)[0].offset, b"rot")
     draft, place = draft_of(pool, data)
     assert not draft.share(before, FIRST, place, Stop())
     draft.copy(FIRST, place, Stop())

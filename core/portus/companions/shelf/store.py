@@ -28,8 +28,8 @@ import numpy as np
 from portus.companions.media.private import Run
 from portus.companions.model_log import ModelWithLog, Pieces
 from portus.companions.shelf.items import Array, Item, encode
-from portus.engine.copying.local import fetch, load_stored
-from portus.engine.copying.segments import Source, Stop
+from portus.engine.copying.local import fetch
+from portus.engine.copying.segments import Sources, Stop
 from portus.engine.format.checksum import unit_counts
 from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, PortusError
@@ -216,11 +216,11 @@ class ShelfStore(ModelWithLog[PoolReader]):
         """Fill ``committed`` of arrays from the version, to which their views were stored."""
         try:
             for each in arrays:
-                extents = tuple(part(self._extents[each], 0, each.size))
+                extents = part(self._extents[each], 0, each.size)
                 address = each.memory.committed.ctypes.data
                 # From the pool, not from the views: another thread may write to those (see the
                 # module).
-                load_stored(self.pool.medium, Source(address, each.size, extents))
+                fetch(self.pool.medium, Sources.at([address], [each.size], extents), Stop())
         except BaseException:  # the views have it too, except for writes since
             for each in arrays:
                 np.copyto(each.memory.committed, each.memory.view)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, TypeGuard
+from typing import Final, TypeGuard
 
 import numpy as np
 import xxhash
@@ -30,7 +30,6 @@ from portus.engine.copying.segments import (
     Digests,
     RemoteMedium,
     Segments,
-    Source,
     Sources,
     Stop,
     bytes_at,
@@ -69,8 +68,8 @@ TWO_THREADS_MIN: Final = 64 << 20
 Buffer = NDArray[np.uint8]
 
 
-class Engine(Protocol):
-    """The innermost loops."""
+class PurePython:
+    """The engine that works everywhere: the innermost loop."""
 
     def move(
         self,
@@ -87,27 +86,6 @@ class Engine(Protocol):
         ``digests``, and its CRC32s in ``crcs`` if that is given. kept: counts bytes that the file
         has already, which are not written. Counts on ``stop``, and raises ``StoppedError``, and
         ``OSError`` for a write that failed."""
-
-    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
-        """Return True if each segment has the bytes at its address in ``target``.
-
-        Raises ``StoppedError``.
-        """
-
-
-class PurePython:
-    """The engine that works everywhere."""
-
-    def move(
-        self,
-        segments: Segments,
-        target: Column | None,
-        digests: Digests,
-        stop: Stop,
-        crcs: Crcs | None = None,
-        file: int = -1,
-        kept: ctypes.c_int64 | None = None,
-    ) -> None:
         places = segments.address if target is None else target
         columns = (segments.row, segments.address, places, segments.length)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -139,25 +117,13 @@ class PurePython:
             if crcs is not None:
                 crcs[row] = crc
 
-    def same(self, segments: Segments, target: Column, stop: Stop) -> bool:
-        columns = (segments.address, target, segments.length)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for source_start, target_start, length in rows:
-            for start in range(0, length, PIECE):
-                stop.check()
-                step = min(PIECE, length - start)
-                if not np.array_equal(
-                    np.frombuffer(_view(source_start + start, step), np.uint8),
-                    np.frombuffer(_view(target_start + start, step), np.uint8),
-                ):
-                    return False
-                stop.add(step)
-        return True
+
+Engine = PurePython | native.Helper
 
 
 def copy(
     medium: Medium,
-    sources: Sequence[Source] | Sources,
+    sources: Sources,
     stop: Stop,
     *,
     engine: Engine | None = None,
@@ -170,7 +136,7 @@ def copy(
     ``stop.is_awaited``, then here and for big totals in a second one. Raises ``StoppedError``, and
     the errors of the medium. ``engine`` is for tests; by default the best.
     """
-    segments, digests = cut(_columns(sources).require(addresses=True, extents=True))
+    segments, digests = cut(sources.require(addresses=True, extents=True))
     call = _Call(medium, engine or best_engine(), digests, stop, crcs)
     # Several calls of the engine: in between, a mapped medium starts to write back.
     if _is_mapped(medium):
@@ -183,37 +149,13 @@ def copy(
     return digests
 
 
-def hash_sources(
-    sources: Sequence[Source] | Sources, stop: Stop, *, engine: Engine | None = None
-) -> Digests:
+def hash_sources(sources: Sources, stop: Stop, *, engine: Engine | None = None) -> Digests:
     """Return the digests of ``sources``, without extents. Blocks. Raises ``StoppedError``."""
     engine = engine or best_engine()
-    segments, digests = cut(_columns(sources).require(addresses=True, extents=False))
+    segments, digests = cut(sources.require(addresses=True, extents=False))
     for batch in segments.batches(BATCH):
         engine.move(batch, None, digests, stop)
     return digests
-
-
-def same_bytes(
-    medium: Medium,
-    sources: Source | Sequence[Source] | Sources,
-    stop: Stop | None = None,
-    *,
-    engine: Engine | None = None,
-) -> bool:
-    """Return True if all ``sources`` have the bytes that their extents hold.
-
-    Loads, and reads through no mapping: a bad sector is a ``MediumError``, not the end of the
-    process. Blocks. Raises ``StoppedError``, and the errors of the medium.
-    """
-    engine, stop = engine or best_engine(), stop or Stop()
-    columns = _columns([sources] if isinstance(sources, Source) else sources)
-    segments, _ = cut(columns.require(addresses=True, extents=True))
-    scratch = _scratch(segments)
-    for batch in segments.pieces(LOAD).batches(SCRATCH, gap=PAGE):
-        if not engine.same(batch, _load(medium, batch, scratch, stop), stop):
-            return False
-    return True
 
 
 def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.uint8]:
@@ -231,46 +173,27 @@ def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.ui
     return found
 
 
-def load_stored(medium: Medium, target: Source) -> None:
-    """Fill a target (a writable address) from extents just stored by ``copy``; return no digest."""
-    address = target.address
-    for extent in target.extents:
-        if _is_mapped(medium):
-            ctypes.memmove(address, medium.address(extent), extent.length)
-        else:
-            medium.load(extent.offset, _view(address, extent.length))
-        address += extent.length
-
-
 def fetch(
-    medium: Medium,
-    targets: Sequence[Source] | Sources,
-    stop: Stop,
-    *,
-    engine: Engine | None = None,
+    medium: Medium, targets: Sources, stop: Stop, *, engine: Engine | None = None
 ) -> Digests:
     """Fill ``targets`` (writable addresses) from their extents; return the digests of what arrived.
 
     Blocks; takes a second thread for big totals. Raises ``StoppedError`` and the medium's errors.
     """
-    columns = _columns(targets).require(addresses=True, extents=True)
+    targets.require(addresses=True, extents=True)
     if isinstance(medium, RemoteMedium):
-        return medium.fetch(columns, stop)
-    return _arrive(medium, columns, stop, engine, keep=True)
+        return medium.fetch(targets, stop)
+    return _arrive(medium, targets, stop, engine, keep=True)
 
 
 def check(
-    medium: Medium,
-    sources: Sequence[Source] | Sources,
-    stop: Stop,
-    *,
-    engine: Engine | None = None,
+    medium: Medium, sources: Sources, stop: Stop, *, engine: Engine | None = None
 ) -> Digests:
     """Return the digests of the extents of ``sources``, without addresses. Blocks as ``fetch``."""
-    columns = _columns(sources).require(addresses=False, extents=True)
+    sources.require(addresses=False, extents=True)
     if isinstance(medium, RemoteMedium):
-        return medium.check(columns, stop)
-    return _arrive(medium, columns, stop, engine, keep=False)
+        return medium.check(sources, stop)
+    return _arrive(medium, sources, stop, engine, keep=False)
 
 
 def best_engine() -> Engine:
@@ -484,10 +407,6 @@ def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segm
         finish([second])  # it reads or writes the caller's memory
     if failed:
         raise failed[0]
-
-
-def _columns(sources: Sequence[Source] | Sources) -> Sources:
-    return sources if isinstance(sources, Sources) else Sources.of(sources)
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:

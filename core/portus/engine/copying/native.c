@@ -1,4 +1,4 @@
-/* Copies, hashes and compares lists of segments. One call does a list, without Python's lock.
+/* Copies and hashes lists of segments. One call does a list, without Python's lock.
 
    This file has no hash: the caller passes the functions of the xxHash that it has loaded
    already, so both sides compute with the same code. Built by core/build_native.py; loaded,
@@ -372,19 +372,6 @@ int64_t portus_move(const struct hash *hash, int64_t segments, const int64_t *so
     free(own.buffer);
     free(other.buffer);
     return result;
-}
-
-/* Compares segments with the bytes at `target`. Returns the number of equal ones before the first
-   different one, or before a request to stop. */
-int64_t portus_same(int64_t segments, const int64_t *source, const int64_t *target,
-                    const int64_t *length, struct shared *shared) {
-    int64_t i;
-    for (i = 0; i < segments && !asked(shared); i++) {
-        const void *from = (const void *)(intptr_t)source[i];
-        if (memcmp(from, (const void *)(intptr_t)target[i], (size_t)length[i])) break;
-        count(shared, length[i]);
-    }
-    return i;
 }
 
 /* The descriptors to close in forked children, each plus one; 0 is none. */

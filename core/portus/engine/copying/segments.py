@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -92,34 +92,15 @@ class Stop:
         return ctypes.addressof(self._shared)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One storage in this process, and its place in the pool.
-
-    ``address`` is of its first byte; 0 where ``length`` (bytes) is 0, or nothing is moved.
-    ``extents`` hold it in order and have the same length together; none means that the call needs
-    no pool. The caller keeps the memory alive during the call.
-    """
-
-    address: int
-    length: int
-    extents: tuple[Extent, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.address < 0 or self.length < 0:
-            raise UsageError(f"source out of range: address {self.address}, length {self.length}")
-        held = sum(extent.length for extent in self.extents)
-        if self.extents and held != self.length:
-            raise UsageError(f"extents of a source: expected {self.length} bytes, found {held}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Many sources as columns: no Python object for each.
+    """Storages in this process, and their places in the pool, as columns: no object for each.
 
-    ``address`` and ``length``: one row for each source. ``extent_offset`` and ``extent_length``:
-    the extents of all sources, in order. Only their total length must equal that of the sources, so
-    one extent may hold many small sources side by side. Empty: no pool is needed.
+    ``address`` and ``length``: one row for each source; the address is 0 where the length is 0, or
+    nothing is moved. The caller keeps the memory alive during a call. ``extent_offset`` and
+    ``extent_length``: the extents of all sources, in order. Only their total length must equal that
+    of the sources, so one extent may hold many small sources side by side. Empty: no pool is
+    needed.
     """
 
     address: Column
@@ -150,6 +131,11 @@ class Sources:
     def size(self) -> int:
         return int(self.length.sum())
 
+    @property
+    def extents(self) -> list[Extent]:
+        """The extents of all sources, in order."""
+        return list(map(Extent, self.extent_offset.tolist(), self.extent_length.tolist()))
+
     def require(self, *, addresses: bool, extents: bool) -> Sources:
         """Return these sources. Raise ``UsageError`` if they lack required addresses or extents."""
         if addresses and bool(np.any((self.address == 0) & (self.length > 0))):
@@ -165,14 +151,14 @@ class Sources:
         return cls(address=address, length=length, extent_offset=nowhere, extent_length=nowhere)
 
     @classmethod
-    def of(cls, sources: Sequence[Source]) -> Sources:
-        """Return the columns of ``sources``: all but empty ones have extents, or none of them."""
-        extents = [extent for source in sources for extent in source.extents]
+    def at(cls, address: Sequence[int], length: Sequence[int], extents: Iterable[Extent]) -> Sources:
+        """Return sources from numbers. extents: of all of them, in order."""
+        rows = np.array([(each.offset, each.length) for each in extents], np.int64).reshape(-1, 2)
         return cls(
-            address=_column([source.address for source in sources]),
-            length=_column([source.length for source in sources]),
-            extent_offset=_column([extent.offset for extent in extents]),
-            extent_length=_column([extent.length for extent in extents]),
+            address=np.array(address, np.int64),
+            length=np.array(length, np.int64),
+            extent_offset=rows[:, 0].copy(),
+            extent_length=rows[:, 1].copy(),
         )
 
 
@@ -383,7 +369,3 @@ _WRITABLE: Final = 0x200  # PyBUF_WRITE, of CPython's object.h
 _memory_view: Final = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
-
-
-def _column(numbers: list[int]) -> Column:
-    return np.array(numbers, np.int64)

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from portus.engine.copying.local import check, fetch
-from portus.engine.copying.segments import Column, Digests, Source, Sources, Stop, ranges
+from portus.engine.copying.segments import Column, Digests, Sources, Stop, ranges
 from portus.engine.format.checksum import unit_counts
 from portus.engine.image.image import Read, StoredFile
 from portus.engine.media.base import Medium
@@ -122,10 +122,9 @@ class StoredBytes:
             if length:
                 columns = (np.array([each]) for each in (offset, length))
                 offsets, lengths = self._file.extents(*columns)
-                target = Source(
-                    unit.ctypes.data, length, tuple(map(Extent, offsets.tolist(), lengths.tolist()))
-                )
-                [found] = fetch(self._file.medium, [target], Stop())
+                extents = map(Extent, offsets.tolist(), lengths.tolist())
+                target = Sources.at([unit.ctypes.data], [length], extents)
+                [found] = fetch(self._file.medium, target, Stop())
                 if noted not in (None, found.tobytes()):
                     raise self._damage(index, rank)
             yield unit.data

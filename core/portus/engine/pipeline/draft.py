@@ -70,8 +70,9 @@ class Draft(Protocol):
         """Copy storages that have no addresses; return their digests."""
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        """Let the version share the bytes that ``before`` has for these storages, if they still
-        exist and equal those at ``address``. Return False if not, and nothing changed."""
+        """Let the version share the bytes that ``before`` has for these storages, whose digests are
+        those of the bytes at ``address``, if the place still holds them. Return False if not, and
+        nothing changed."""
 
     def read_back(
         self, storage: Column, offset: Column, length: Column

@@ -324,7 +324,7 @@ class Save:
         return np.setdiff1d(indices, equal)
 
     def _find_equal(self, before: Previous, candidates: Column) -> Column:
-        """Share candidates with the same digests and the same bytes, and return their positions."""
+        """Share candidates with the same digests, and return their positions."""
         lengths = self._snapshot.length[candidates]
         address = self._snapshot.address[candidates]
         self.stats.hashed_bytes += int(lengths.sum())

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from portus.engine.copying.local import fetch
-from portus.engine.copying.segments import Source, Stop, equal_storages
+from portus.engine.copying.segments import Sources, Stop, equal_storages
 from portus.engine.format.checksum import UNIT
 from portus.engine.pipeline.draft import Draft, Labels
 from portus.engine.pipeline.plan import Column, OnDevice
@@ -95,7 +95,7 @@ class _StoredFeed:
         for start in range(0, size, UNIT):
             own = part(self._extents, start, min(start + UNIT, size))
             length = sum(each.length for each in own)
-            fetch(self._reader.medium, [Source(place, length, tuple(own))], self._stop)
+            fetch(self._reader.medium, Sources.at([place], [length], own), self._stop)
             yield place, length
 
 

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from portus.engine.copying.local import check, copy, read_stored, same_bytes
-from portus.engine.copying.segments import Crcs, Digests, Source, Sources, Stop
+from portus.engine.copying.local import check, copy, read_stored
+from portus.engine.copying.segments import Crcs, Digests, Sources, Stop
 from portus.engine.format.checksum import unit_counts
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
@@ -95,14 +95,8 @@ class PoolDraft:
     ) -> Digests:
         """Copy storages that have no addresses, likewise."""
         reserved = self.reserve(indices, np.zeros(len(indices), np.int64))
-        target = reserved.target
-        places = [
-            Extent(offset, length)
-            for offset, length in zip(
-                target.extent_offset.tolist(), target.extent_length.tolist(), strict=True
-            )
-        ]
-        count = int(unit_counts(target.length).sum())
+        places = reserved.target.extents
+        count = int(unit_counts(reserved.target.length).sum())
         sums = np.zeros(count, np.uint32) if crcs is None else crcs
         found: list[Digests] = []
         done = 0
@@ -111,9 +105,9 @@ class PoolDraft:
                 for address, length in units:
                     own = part(places, done, done + length)
                     done += length
-                    source = Source(address, length, tuple(own))
+                    source = Sources.at([address], [length], own)
                     row = sums[len(found) : len(found) + 1]
-                    found.append(copy(self._writer.medium, [source], stop, crcs=row))
+                    found.append(copy(self._writer.medium, source, stop, crcs=row))
         digests = np.concatenate(found)
         self.note(reserved, digests)
         return digests
@@ -138,35 +132,22 @@ class PoolDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, VersionRecord), "a pool shares with its own versions"
-        group = self._hold(before, indices)
-        if group is None:
-            return False
-        moved = sources(address, self._lengths[indices], group.extents)
-        if not same_bytes(self._writer.medium, moved, stop):
-            return False
-        self._groups.append(group)
-        return True
+        return self.share_stored(before, indices, stop)
 
     def share_stored(self, record: VersionRecord, indices: Column, stop: Stop) -> bool:
         """Share storages of a version, if the medium still holds the saved bytes. Return False if
         not, and nothing changed."""
-        group = self._hold(record, indices)
-        if group is None:
-            return False
+        group = share(record, indices)
+        # Held first: if the version is still there after this, its pages stay.
+        self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
+        if record.info.id not in self._writer.catalogue().ids():
+            return False  # it was retired just before
         address = np.ones(len(indices), np.int64)
         moved = sources(address, self._lengths[indices], group.extents)
         if not np.array_equal(check(self._writer.medium, moved, stop), group.digests):
             return False
         self._groups.append(group)
         return True
-
-    def _hold(self, record: VersionRecord, indices: Column) -> StorageRows | None:
-        """Hold the storages as ``record`` has them, and return their rows, or None if its version
-        was retired just before."""
-        group = share(record, indices)
-        # Held first: if the version is still there after this, its pages stay.
-        self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
-        return group if record.info.id in self._writer.catalogue().ids() else None
 
     def read_back(self, storage: Column, offset: Column, length: Column) -> NDArray[np.uint8]:
         return read_stored(self._writer.medium, offsets_in(self._groups, storage, offset), length)
