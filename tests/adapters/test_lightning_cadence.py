@@ -35,7 +35,7 @@ def test_it_saves_at_the_steps_that_the_cadence_says_and_goes_on_with_it(tmp_pat
     assert state["portus_cadence"]["left"] == 2
     assert first.cadence is None, "it counts no more"
     assert fence._listeners == ()
-    assert fence._hook is None
+    assert not fence._hooks
 
     again = checkpoint(tmp_path, max_overhead=0.5, save_last="link")
     trainer(tmp_path, callbacks=[again], max_steps=5).fit(Net(), loader(), ckpt_path="last")

@@ -15,7 +15,6 @@ import torch
 
 from portus.engine.copying.segments import Stop
 from portus.engine.fence.fence import Fence
-from portus.engine.fence.writers import Stability
 from portus.engine.paths.saver import FileSaver
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages, ProbeAudit, StoredStorages
 from portus.engine.pipeline.handle import SaveHandle
@@ -194,6 +193,6 @@ class Sabotage:
     def all_stable(storages: object, owned: object, guilty: set[int]) -> bytearray:
         """In place of ``classify``: only the audit makes anything volatile."""
         return bytearray(
-            Stability.VOLATILE if storage.data_ptr() in guilty else Stability.STABLE
+            storage.data_ptr() not in guilty
             for storage in storages  # type: ignore[attr-defined]
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from portus.engine.fence.fence import Fence
-from portus.engine.fence.writers import Stability, classify
+from portus.engine.fence.writers import classify
 from portus.engine.pipeline.run import Save
 from portus.engine.state.pickling import pickle_state
 
@@ -29,14 +29,14 @@ class LateCopy(Save):
 
     def __init__(self, state: State, *, everything_late: bool = False) -> None:
         flat = pickle_state(state)
-        flags = bytearray([Stability.STABLE]) * len(flat.storages)
+        flags = bytearray([True]) * len(flat.storages)
         if not everything_late:
             flags = classify(flat.storages, flat.owned_storages)
         self._names = list(map(flat.describer(), range(len(flat.storages))))
         self._sources = flat.storages
         self._wanted = [storage.clone() for storage in flat.storages]
         self._got = [storage.clone() for storage in flat.storages]
-        self._late_rows = [index for index, flag in enumerate(flags) if flag == Stability.STABLE]
+        self._late_rows = [index for index, flag in enumerate(flags) if flag]
         self.late_names = {self._names[index] for index in self._late_rows}
         self.storages = frozenset(self._sources[index].data_ptr() for index in self._late_rows)
         self.over = False

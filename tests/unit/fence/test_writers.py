@@ -15,7 +15,7 @@ from torch import nn
 
 from portus.engine.fence import writers
 from portus.engine.fence.fence import Fence
-from portus.engine.fence.writers import Stability, classify, live_optimizers
+from portus.engine.fence.writers import classify, live_optimizers
 from tests.moments import Lines
 from tests.unit.fence.late_copy import FENCE_S_MAX, played, torn_in
 from tests.unit.fence.scenarios import (
@@ -35,7 +35,7 @@ from tests.unit.fence.scenarios import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-STABLE, VOLATILE = Stability.STABLE, Stability.VOLATILE
+STABLE, VOLATILE = True, False
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 
 from portus.companions.job.clock import Clock, HostTimeline, Placing
 from portus.engine.fence import fence
-from portus.engine.fence.device import DeviceRoom
 from portus.engine.pipeline.handle import SaveStats
 from tests.unit.job.flight import Flight
 
-ROOM = DeviceRoom(size=10, free=11)
+ROOM = 10, 11
+"""Bytes to copy, and bytes of the device that are free."""
 
 
 @dataclass
@@ -36,13 +36,13 @@ class Training:
         parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([parameter], lr=0.1)
 
-    def save(self, room: DeviceRoom = ROOM) -> bool:
+    def save(self, room: tuple[int, int] = ROOM) -> bool:
         for _ in range(4):
             self.optimizer.step()
             self.now.s += 1.0
         self.optimizer.step()
         self.now.s += 0.25
-        is_on_device = self.placing.on_device(room)
+        is_on_device = self.placing.on_device(*room)
         if is_on_device:
             self.placing.note_copy(HostTimeline(lambda: 0.0), 0.0, self.device_s)
         made = Flight(SaveStats(copy_s=self.host_s, total_s=self.host_s), over=True)
@@ -59,11 +59,11 @@ class Training:
         (1.0, 0.05, ROOM, [False, True, True, True]),  # 0.25 s too late, once that is known
         (1.0, 0.3, ROOM, [False, True, False, False]),  # tried once, and dearer than the stall
         (1.0, 0.25, ROOM, [False, True, True, True]),  # of two alike the one on the device
-        (9.0, 0.01, DeviceRoom(10, 10), [False] * 4),  # no room for another
+        (9.0, 0.01, (10, 10), [False] * 4),  # no room for another
     ],
 )
 def test_the_device_is_chosen_where_a_copy_there_stalls_less(
-    host_s: float, device_s: float, room: DeviceRoom, expected: list[bool]
+    host_s: float, device_s: float, room: tuple[int, int], expected: list[bool]
 ) -> None:
     training = Training(host_s, device_s)
     assert [training.save(room) for _ in expected] == expected
@@ -85,7 +85,7 @@ def test_nothing_stays_behind() -> None:
     del training
     gc.collect()
     assert fence._listeners == before
-    assert fence._hook is None
+    assert not fence._hooks
 
 
 class Behind:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import Optimizer
 from portus.companions.cadence.bound import Costs
 from portus.companions.cadence.estimate import SaveCosts, StepTimes
 from portus.engine.fence import fence
-from portus.engine.fence.device import CopyChoice, DeviceRoom, DeviceTimeline, Timeline
+from portus.engine.fence.device import CopyChoice, DeviceTimeline, Timeline
 from portus.engine.media import calls
 from portus.engine.pipeline.handle import SaveStats
 from portus.engine.pipeline.run import Save
@@ -245,7 +245,7 @@ class Placing(CopyChoice):
         """Record the two moments of a copy on the device, which may be still to come."""
         self._copying = (timeline, first, second)
 
-    def on_device(self, room: DeviceRoom) -> bool:
+    def on_device(self, size: int, free: int) -> bool:
         """Return True if a copy on the device is the better one now."""
         self._learn()
         if self._step_s is None or self._host_copy_s is None:
@@ -253,7 +253,7 @@ class Placing(CopyChoice):
         update_s = min(self._step_s, self._clock.called_after_s or 0.0)
         stall_s = self._host_copy_s - (self._step_s - update_s)
         # If nothing stalls, the host, whatever a copy on the device takes.
-        return stall_s > 0 and room.is_enough and self._device_copy_s <= stall_s
+        return stall_s > 0 and free > size and self._device_copy_s <= stall_s
 
     def _learn(self) -> None:
         costs = self._clock.take()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -111,26 +110,14 @@ class DeviceTimeline:
         return 1e-3 * first.elapsed_time(second) if second.query() else None
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRoom:
-    """Bytes to copy of a device, and bytes of it that are not reserved."""
-
-    size: int
-    free: int
-
-    @property
-    def is_enough(self) -> bool:
-        """True if a second copy fits beside the most that training takes."""
-        return self.free > self.size
-
-
 class CopyChoice:
     """The choice of where storages of a device are copied first: here, on the device whenever there
     is room, whatever a save or a copy costs."""
 
-    def on_device(self, room: DeviceRoom) -> bool:
-        """Return True to copy all of them into spare memory of the device."""
-        return room.is_enough
+    def on_device(self, size: int, free: int) -> bool:
+        """Return True to copy all of them, ``size`` bytes, into spare memory of the device: here if
+        a second copy fits beside the most that training takes. free: bytes not reserved."""
+        return free > size
 
     def begins(self, save: Save) -> None:
         """Note that a save has begun, whose storages were copied by this choice."""
@@ -159,9 +146,7 @@ def feeds_of(
             raise UsageError("a save cannot be part of a CUDA graph; save outside of its capture")
         mine = {i: storage for i, storage in away.items() if storage.device == device}
         size = sum(storage.nbytes() for storage in mine.values())
-        if choice is not None and choice.on_device(
-            DeviceRoom(size, torch.cuda.mem_get_info(device)[0])
-        ):
+        if choice is not None and choice.on_device(size, torch.cuda.mem_get_info(device)[0]):
             cloned = _clone(mine, device, choice)
             copies |= cloned.keys()
             mine |= cloned

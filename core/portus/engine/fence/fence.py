@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Final, TypeVar, cast
 
 import torch
@@ -80,7 +79,7 @@ class Fence:
             # Replaced, never changed: the hooks read it without a lock.
             self._saves = (*(save for save in self._saves if not save.over), save)
             _count_saves()
-            _guards.put_on()  # for modules that were loaded since
+            _put_on_guards()  # for modules that were loaded since
 
     def wait(self, storages: Collection[int] | None = None) -> float:
         """Wait for the saves that still read one of these storages (data pointers; None: any).
@@ -149,24 +148,19 @@ def steps_seen() -> int:
 @mark
 def listen(listener: Listener) -> None:
     """Call ``listener`` for each step and save from now on."""
-    global _listeners, _hook_after
+    global _listeners
     with _lock:
         _listeners = (*_listeners, listener)
         _hook_steps()
-        if _hook_after is None:
-            _hook_after = register_optimizer_step_post_hook(_after_step)
 
 
 @mark
 def unlisten(listener: Listener) -> None:
     """Stop calling ``listener``."""
-    global _listeners, _hook_after
+    global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other is not listener)
         _unhook_steps()
-        if _hook_after is not None and not _listeners:
-            _hook_after.remove()
-            _hook_after = None
 
 
 def began(save: Save, medium: str) -> None:
@@ -199,8 +193,7 @@ _lock = threading.RLock()
 _fences: tuple[Fence, ...] = ()
 _listeners: tuple[Listener, ...] = ()
 _in_flight = 0
-_hook: RemovableHandle | None = None
-_hook_after: RemovableHandle | None = None
+_hooks: Final[list[RemovableHandle]] = []
 _steps = 0
 
 
@@ -210,7 +203,7 @@ def _install(fence: Fence) -> None:
     with _lock:
         _fences = (*_fences, fence)
         _hook_steps()
-        _guards.put_on()
+        _put_on_guards()
 
 
 def _uninstall(fence: Fence) -> None:
@@ -220,21 +213,20 @@ def _uninstall(fence: Fence) -> None:
         _count_saves()
         _unhook_steps()
         if not _fences:
-            _guards.take_off()
+            _take_off_guards()
             writers.forget()
 
 
 def _hook_steps() -> None:
-    global _hook
-    if _hook is None:
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _unhook_steps() -> None:
-    global _hook
-    if _hook is not None and not _fences and not _listeners:
-        _hook.remove()
-        _hook = None
+    if not _fences and not _listeners:
+        while _hooks:
+            _hooks.pop().remove()
 
 
 def _count_saves() -> None:
@@ -325,60 +317,35 @@ def _wait_for(optimizer: Optimizer) -> None:
 # The guarded functions.
 
 
-class _Guards:
-    """The patched functions. The caller of each method holds ``_lock``."""
-
-    def __init__(self) -> None:
-        self._missing: list[GuardedFunction] = list(GUARDED)
-        self._patches: list[_Patch] = []
-
-    def put_on(self) -> None:
-        """Patch the functions that are loaded by now. Calling it again costs microseconds."""
-        missing = []
-        for guarded in self._missing:
-            patch = _patch(guarded)
-            if patch is None:
-                missing.append(guarded)
-            else:
-                self._patches.append(patch)
-        self._missing = missing
-
-    def take_off(self) -> None:
-        """Restore every function. One that other code has patched since stays as it is; our wrapper
-        within it only passes calls on."""
-        for patch in self._patches:
-            patch.undo()
-        self._patches = []
-        self._missing = list(GUARDED)
+_patched: Final[dict[GuardedFunction, Callable[[], None]]] = {}
+"""For each patched function what restores it. Whoever changes it holds ``_lock``."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Patch:
-    owner: object
-    name: str
-    ours: object
-    before: object
-    inherited: bool
-
-    def undo(self) -> None:
-        # Other code patched it since, over ours: restoring it would remove that.
-        if vars(self.owner).get(self.name) is not self.ours:
-            return
-        # If it were set, the class would no longer see a change of its base.
-        if self.inherited:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.before)
+def _put_on_guards() -> None:
+    """Patch the functions that are loaded by now. Calling it again costs microseconds."""
+    for guarded in GUARDED:
+        if guarded not in _patched:
+            restore = _patch(guarded)
+            if restore is not None:
+                _patched[guarded] = restore
 
 
-def _patch(guarded: GuardedFunction) -> _Patch | None:
-    """Install the guard; return None if the function is not loaded, or not in this version."""
+def _take_off_guards() -> None:
+    """Restore every function. One that other code has patched since stays as it is; our wrapper
+    within it only passes calls on."""
+    while _patched:
+        _patched.popitem()[1]()
+
+
+def _patch(guarded: GuardedFunction) -> Callable[[], None] | None:
+    """Install the guard, and return what restores the function; None if that is not loaded, or not
+    in this version."""
     module_name, _, path = guarded.place.partition(":")
     owner: object = sys.modules.get(module_name)
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part, None)
-    # getattr would unwrap a staticmethod, and ``undo`` would put back a plain function.
+    # getattr would unwrap a staticmethod, and ``restore`` would put back a plain function.
     before = None if owner is None else inspect.getattr_static(owner, name, None)
     if before is None:
         return None
@@ -389,7 +356,18 @@ def _patch(guarded: GuardedFunction) -> _Patch | None:
         assert callable(before), f"{guarded.place} is no function"
         ours = _waiting(before, guarded)
     setattr(owner, name, ours)
-    return _Patch(owner, name, ours, before, inherited)
+
+    def restore() -> None:
+        # Other code patched it since, over ours: restoring it would remove that.
+        if vars(owner).get(name) is not ours:
+            return
+        # If it were set, the class would no longer see a change of its base.
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+    return restore
 
 
 def _waiting(function: Callable[..., object], guarded: GuardedFunction) -> Callable[..., object]:
@@ -411,6 +389,3 @@ def _wait_before(guarded: GuardedFunction, arguments: Arguments) -> None:
         except (RuntimeError, NotImplementedError, AttributeError, TypeError, AssertionError):
             storages = None
         before_write(storages)
-
-
-_guards: Final = _Guards()

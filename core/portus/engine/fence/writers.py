@@ -25,7 +25,6 @@ Writes that cannot be known (``p.data.clamp_()`` in a callback) are left to the 
 
 from __future__ import annotations
 
-import enum
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,15 +32,6 @@ from typing import Final
 
 import torch
 from torch.optim.optimizer import Optimizer
-
-
-class Stability(enum.IntEnum):
-    """When the bytes of a storage may change. The numbers are those in ``classify``'s answer."""
-
-    VOLATILE = 0
-    """At any moment after save returns, so save copies it before."""
-    STABLE = 1
-    """Only by a writer that waits for the fence."""
 
 
 SMALL: int = 4 << 20
@@ -53,7 +43,8 @@ def classify(
     owned: Collection[int] = (),
     guilty: Collection[int] = (),
 ) -> bytearray:
-    """Return one ``Stability`` per storage, in order. Copies and reads nothing; takes milliseconds.
+    """Return one flag per storage, in order: whether it is stable. Copies and reads nothing; takes
+    milliseconds.
 
     storages: those of a state, distinct. owned: indices of private copies, which no other code
     refers to: always stable. guilty: data pointers of torn storages, as audits found: not stable.
@@ -67,7 +58,7 @@ def classify(
         _find_stable(cover, guilty)
     flags = cover.flags()
     for index in owned:
-        flags[index] = Stability.STABLE
+        flags[index] = True
     return flags
 
 
@@ -278,7 +269,7 @@ class _Cover:
                 address = tensor.data_ptr()
             index = index_of(address)
             if index is not None and tensor.nbytes >= room[index]:
-                flags[index] = Stability.STABLE
+                flags[index] = True
             else:
                 self._add_part(tensor, address)
 
@@ -297,9 +288,9 @@ class _Cover:
         """Return the answer. Call it once."""
         for index, parts in self._parts.items():
             if _union_size(parts) >= self._room[index]:
-                self._flags[index] = Stability.STABLE
+                self._flags[index] = True
         for index in self._barred:
-            self._flags[index] = Stability.VOLATILE
+            self._flags[index] = False
         return self._flags
 
 
