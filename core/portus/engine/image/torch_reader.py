@@ -6,9 +6,11 @@ that exceeds the file.
 
 from __future__ import annotations
 
-import struct
+import errno
+import os
+import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, NoReturn
 
@@ -21,27 +23,20 @@ from portus.engine.image.key_paths import storage_places
 from portus.engine.image.torch_zip import (
     CENTRAL,
     CENTRAL_CRC,
-    CENTRAL_MAGIC,
     DESCRIPTOR_CRC,
     DIGESTS,
     END,
     END64,
-    END64_MAGIC,
-    END_MAGIC,
-    LIMIT16,
-    LIMIT32,
     LOCAL,
     LOCAL_MAGIC,
     LOCATOR,
-    LOCATOR_MAGIC,
     PICKLE,
     STORAGES,
-    ZIP64,
+    UTF8,
 )
-from portus.errors import CorruptionError, printable
+from portus.errors import CorruptionError, PortusError, printable
 
 _CHUNK: Final = 1 << 20
-_EXTRA: Final = struct.Struct("<HH")
 
 
 class ZipRecord(NamedTuple):
@@ -163,6 +158,31 @@ class _CentralEntry(NamedTuple):
     at: int
 
 
+class _File:
+    """What ``read`` reads, as ``zipfile`` reads a file of ``size`` bytes."""
+
+    def __init__(self, read: Read, size: int) -> None:
+        self._read: Final = read
+        self._size: Final = size
+        self._at = 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = (0, self._at, self._size)[whence] + offset
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def read(self, length: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        data = self._read(self._at, left if length < 0 else min(length, left))
+        self._at += len(data)
+        return data
+
+
 class _Directory:
     """The central directory of a zip file, and all that does not depend on torch."""
 
@@ -170,99 +190,36 @@ class _Directory:
         self._read = read
         self._size = size
         self._name = name
-        self._start, length, count = self._end()
-        raw = exactly(read, self._start, length, name)
-        self.entries = list(self._parse(raw, count))
+        try:
+            archive = zipfile.ZipFile(_File(read, size))
+        except PortusError:
+            raise
+        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            if isinstance(error.__context__, PortusError):  # zipfile takes it for a missing end
+                raise error.__context__ from None
+            self.bad(max(0, size - END.size), "a zip file", "a directory", f"{error}; cut off?")
+        self._start = at = archive.start_dir
+        self.entries: list[_CentralEntry] = []
+        for info in archive.infolist():
+            if info.compress_type or info.flag_bits & 1 or info.compress_size != info.file_size:
+                self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
+            raw = info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437")
+            facts = (raw, info.flag_bits, info.file_size, info.CRC, info.header_offset)
+            self.entries.append(_CentralEntry(info.orig_filename, *facts, at))
+            at += CENTRAL.size + len(raw) + len(info.extra) + len(info.comment)
         if not self.entries:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
+        # zipfile allows bytes before the zip file, and behind it.
+        if size - at not in (END.size, END64.size + LOCATOR.size + END.size):
+            self.bad(at, "the end of the directory", "the end of a zip file", "other bytes")
+        if begin := min(entry.header_at for entry in self.entries):
+            self.bad(0, "the beginning of a zip file", 0, begin)
 
     def bad(self, offset: int, what: str, expected: object, found: object) -> NoReturn:
         raise CorruptionError(
             f"{self._name}: byte {offset}: {what}: expected {printable(str(expected))}, found "
             f"{printable(str(found))}"
         )
-
-    def _end(self) -> tuple[int, int, int]:
-        """Return offset and length of the directory, and the number of its entries."""
-        at = self._size - END.size
-        if at < 0:
-            self.bad(0, "a zip file", f"{END.size} bytes or more", self._size)
-        magic, disk, disk2, here, count, length, start, comment = END.unpack(
-            exactly(self._read, at, END.size, self._name)
-        )
-        if magic != END_MAGIC or disk or disk2 or comment or here != count:
-            self.bad(at, "the end of a zip file", "an end record", "others; was the file cut off?")
-        narrow = (count, length, start)
-        until = at
-        at -= LOCATOR.size
-        if at >= END64.size:
-            magic, disk, at64, disks = LOCATOR.unpack(
-                exactly(self._read, at, LOCATOR.size, self._name)
-            )
-            if magic == LOCATOR_MAGIC:
-                until = at - END64.size
-                if disk or disks != 1 or at64 != until:
-                    self.bad(at, "the place of the zip64 end record", until, at64)
-                magic, own, _, _, disk, disk2, here, count, length, start = END64.unpack(
-                    exactly(self._read, until, END64.size, self._name)
-                )
-                if magic != END64_MAGIC or own != END64.size - 12 or disk or disk2 or here != count:
-                    self.bad(until, "the zip64 end record", "one of 56 bytes", "other bytes")
-                wide = (min(count, LIMIT16), min(length, LIMIT32), min(start, LIMIT32))
-                if wide != narrow:
-                    self.bad(until, "the zip64 end record", narrow, wide)
-        if start + length != until:
-            self.bad(until, "the end of the directory", until, start + length)
-        # Checked before a list of that many entries is made.
-        if count * CENTRAL.size > length:
-            self.bad(until, "entries of the directory", f"{length} bytes at most", count)
-        return start, length, count
-
-    def _parse(self, raw: bytes, count: int) -> Iterator[_CentralEntry]:
-        place = 0
-        for _ in range(count):
-            at = self._start + place
-            if len(raw) - place < CENTRAL.size:
-                self.bad(at, "an entry of the directory", f"{CENTRAL.size} bytes", len(raw) - place)
-            fields = CENTRAL.unpack_from(raw, place)
-            magic, flags, method, crc = fields[0], fields[3], fields[4], fields[7]
-            stored, length, named, extra, comment, disk = fields[8:14]
-            header_at = fields[16]
-            begin = place + CENTRAL.size
-            wide, place = begin + named, begin + named + extra + comment
-            if magic != CENTRAL_MAGIC or disk or place > len(raw):
-                self.bad(at, "an entry of the directory", "one of a zip file", "other bytes")
-            name = raw[begin:wide]
-            if max(stored, length, header_at) == LIMIT32:
-                values = self._wide(raw[wide : wide + extra], (length, stored, header_at), at)
-                length, stored, header_at = values
-            if method or flags & 1 or stored != length:
-                self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
-            try:
-                text = name.decode()
-            except UnicodeDecodeError:
-                self.bad(at, "the name of a record", "UTF-8", name)
-            yield _CentralEntry(text, name, flags, length, crc, header_at, at)
-        if place != len(raw):
-            self.bad(self._start + place, "the end of the directory", len(raw), place)
-
-    def _wide(self, extra: bytes, values: tuple[int, ...], at: int) -> list[int]:
-        """Return the sizes and the offset, from the zip64 field where 32 bits do not hold them."""
-        found = list(values)
-        needed = [index for index, value in enumerate(values) if value == LIMIT32]
-        place = 0
-        while needed and place + _EXTRA.size <= len(extra):
-            kind, length = _EXTRA.unpack_from(extra, place)
-            place += _EXTRA.size
-            if kind == ZIP64 and length >= 8 * len(needed) and place + length <= len(extra):
-                wide = struct.unpack_from(f"<{len(needed)}Q", extra, place)
-                for index, value in zip(needed, wide, strict=True):
-                    found[index] = value
-                needed = []
-            place += length
-        if needed:
-            self.bad(at, "an entry of the directory", "64-bit sizes", "none")
-        return found
 
     def data(self) -> dict[str, int]:
         """Return the offset of the data of each record. No two records overlap."""

@@ -59,7 +59,8 @@ _EXTRA: Final = struct.Struct("<HH")
 _CRC: Final = struct.Struct("<I")
 _ID_LENGTH: Final = 40
 _PADDING: Final = 0x4246
-_UTF8: Final = 0x0800
+UTF8: Final = 0x0800
+"""The flag of a name in UTF-8."""
 _WITH_DESCRIPTOR: Final = 0x0808
 
 
@@ -264,7 +265,7 @@ class _ZipBytes:
         sized = extra.size if noted else 0
         text = names.view(np.uint8).reshape(count, length)
         # With a descriptor after an empty record, ``unzip`` reports a zip bomb.
-        flags = _WITH_DESCRIPTOR if size[0] else _UTF8
+        flags = _WITH_DESCRIPTOR if size[0] else UTF8
         padding = data_at - header_at - LOCAL.size - length - sized - _EXTRA.size
         extras = sized + _EXTRA.size + padding
         if (extras > LIMIT16).any():  # numpy would truncate it silently
