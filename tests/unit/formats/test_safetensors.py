@@ -17,7 +17,7 @@ from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 from portus.reach.formats import safetensors as ours
 from portus.reach.formats.named_tensors import NamedTensors
-from portus.reach.formats.safetensors_reader import (
+from portus.reach.formats.safetensors import (
     SafetensorsFile,
     is_safetensors,
     read_safetensors,
@@ -149,12 +149,12 @@ def test_digests_that_another_tool_copied_into_its_own_file_are_not_taken_for_it
     [
         ("[]", "expected an object"),
         ("{]", "expected JSON"),
-        ('{"a":1}', "a: expected dtype"),
-        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"more":1}}', "a: expected dtype"),
-        ('{"a":{"dtype":1,"shape":[2],"data_offsets":[0,2]}}', "a: expected the name of a dtype"),
+        ('{"a":1}', "a: expected the name"),
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2],"more":1}}', "a: expected the name"),
+        ('{"a":{"dtype":1,"shape":[2],"data_offsets":[0,2]}}', "a: expected the name"),
         ('{"a":{"dtype":"U8","shape":[-2],"data_offsets":[0,2]}}', "a: expected the name"),
         ('{"a":{"dtype":"U8","shape":[true],"data_offsets":[0,1]}}', "a: expected the name"),
-        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,0]}}', "a: expected the name"),
+        ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,0]}}', "expected 2 bytes for U8"),
         ('{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,1,2]}}', "a: expected the name"),
         ('{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}', "expected 3 bytes for U8"),
         ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}', "expected its bytes at 0"),

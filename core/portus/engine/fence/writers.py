@@ -33,7 +33,6 @@ from typing import Final
 import torch
 from torch.optim.optimizer import Optimizer
 
-
 SMALL: int = 4 << 20
 """Bytes of a state up to which its writers are not searched for: save copies it at once."""
 

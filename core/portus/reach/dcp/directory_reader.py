@@ -38,8 +38,7 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.reach.formats.safetensors import SAVE, SUFFIX
-from portus.reach.formats.safetensors_reader import SafetensorsFile, read_safetensors
+from portus.reach.formats.safetensors import SAVE, SUFFIX, SafetensorsFile, read_safetensors
 from portus.reach.index.place import Place, PlaceName, hosts_of
 from portus.reach.pools.resolve import allow
 from portus.reach.shards.directories import has_safetensors_of_torch, read_metadata

@@ -13,8 +13,13 @@ from portus.engine.loading.checkpoint_file import FileFormat
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Patterns, matcher
 from portus.errors import UsageError, printable
-from portus.reach.formats.safetensors import DTYPES, LENGTH_SIZE, SUFFIX
-from portus.reach.formats.safetensors_reader import is_safetensors, read_safetensors
+from portus.reach.formats.safetensors import (
+    DTYPES,
+    LENGTH_SIZE,
+    SUFFIX,
+    is_safetensors,
+    read_safetensors,
+)
 
 _DTYPES: Final = {code: getattr(torch, name, None) for name, code in DTYPES.items()}
 _KNOWN: Final = frozenset({"map_location", "weights_only"})

@@ -16,8 +16,7 @@ from portus.engine.loading.open_file import OpenFile, reads
 from portus.engine.loading.torch_file import load_outline
 from portus.engine.state.walk import leaves
 from portus.errors import PortusError, printable
-from portus.reach.formats.safetensors import DTYPES, NamedTensor
-from portus.reach.formats.safetensors_reader import SafetensorsFile
+from portus.reach.formats.safetensors import DTYPES, NamedTensor, SafetensorsFile
 from portus.reach.pools.state_file import StateFile
 
 _VALUE_MAX: Final = 60

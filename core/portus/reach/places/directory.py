@@ -19,8 +19,7 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
-from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX
-from portus.reach.formats.safetensors_reader import is_safetensors
+from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX, is_safetensors
 from portus.reach.index.directory import JOURNAL_SUFFIX
 from portus.reach.index.journals import names_in
 from portus.reach.index.place import Place, PlaceKind
