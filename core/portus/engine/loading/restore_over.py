@@ -211,6 +211,13 @@ class StoredState:
             length = int(self.lengths[index])
             memory(at, length)[:] = memory(self._storages[index].data_ptr(), length)
 
+    def fetch(self, index: int) -> torch.UntypedStorage:
+        """Return a fresh copy of a storage, verified. Raises ``CorruptionError``."""
+        length = int(self.lengths[index])
+        storage = torch.empty(length, dtype=torch.uint8, device="cpu").untyped_storage()
+        self.fetch_into(np.array([index], np.int64), np.array([storage.data_ptr()], np.int64))
+        return storage
+
     def fill(self, storage: torch.UntypedStorage) -> None:
         """Read a storage of the outline to its memory, verified; nothing if it is there."""
         index = self._index.get(storage._cdata, -1)
@@ -230,20 +237,6 @@ class StoredState:
             yield held[start : start + UNIT]
 
 
-def fetch_storages(stored: StoredState, wanted: Column) -> list[torch.UntypedStorage | None]:
-    """Return fresh storages with the verified bytes of ``wanted``; None for the rest."""
-    lengths = stored.lengths
-    storages: list[torch.UntypedStorage | None] = [None] * len(lengths)
-    address = np.zeros(len(wanted), np.int64)
-    for position, index in enumerate(wanted.tolist()):
-        length = int(lengths[index])
-        storage = torch.empty(length, dtype=torch.uint8, device="cpu").untyped_storage()
-        storages[index] = storage
-        address[position] = storage.data_ptr()
-    stored.fetch_into(wanted, address)
-    return storages
-
-
 def restore_over(
     stored: StoredState, state: object, options: RestoreOptions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -257,26 +250,25 @@ def restore_over(
     """
     keep = matcher(options.names)
     complete = options.strict and keep is None and options.rename is None
-    pairs = _Pairs(stored, state, keep, options.rename)
-    pairs.refuse_elsewhere()
-    pairs.complain(options.strict)
-    wanted = np.unique(np.array([spec.storage for spec, _ in pairs.found], np.int64))
+    pairs, missing, unexpected = _pair(stored, state, keep, options)
+    wanted = np.unique(np.array([spec.storage for spec, _ in pairs], np.int64))
     # All of it, before anything is copied: after an error the state is untouched (V4).
     stored.check(wanted[wanted >= 0])
     if keep is not None:
         for path, _ in stored.contents.others:
             keep(path)
         keep.complain(stored.where)
-    _check_shared(stored, pairs.found)
-    _fill(stored, pairs.found)
+    _check_shared(stored, pairs)
+    _fill(stored, pairs)
     Merge(complete=complete, keep=keep).merge(state, stored.outline)
-    return tuple(pairs.missing), tuple(pairs.unexpected)
+    return tuple(missing), tuple(unexpected)
 
 
-def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
+def _check_shared(stored: StoredState, pairs: Sequence[Pair]) -> None:
     """Raise ``UsageError`` if one place in memory would have to hold different values."""
     for users in doubtful_pairs(pairs):
-        if found := contradiction(users, [_values_of(stored, spec) for spec, _ in users]):
+        values = [_as_seen(spec, stored.fetch(spec.storage)) for spec, _ in users]
+        if found := contradiction(users, values):
             one, other = found
             what = f"{one} and {other} share" if one != other else f"elements of {one} share"
             raise UsageError(
@@ -286,93 +278,79 @@ def _check_shared(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tenso
             )
 
 
-def _values_of(stored: StoredState, spec: TensorSpec) -> torch.Tensor:
-    storage = fetch_storages(stored, np.array([spec.storage], np.int64))[spec.storage]
-    assert storage is not None
-    return carry_out(spec, view_of(spec, storage))
-
-
-class _Pairs:
-    """Pairs of a tensor of a version and the tensor of a state that it is copied over."""
-
-    def __init__(
-        self, stored: StoredState, state: object, keep: Matcher | None, rename: Rename
-    ) -> None:
-        self._keep: Final = keep
-        self._rename: Final = rename
-        here = walk(state)
-        targets = {spec.name: spec for spec in here.tensors}
-        self.found: list[tuple[TensorSpec, torch.Tensor]] = []
-        self.unexpected: list[str] = []
-        self._misshapen: list[str] = []
-        self._elsewhere: Final = _places_in(stored.contents), _places_in(here)
-        seen = set()
-        for spec in stored.contents.tensors:
-            if keep is not None and not keep(spec.name):
-                continue
-            name = _rename(spec.name, rename)
-            target = targets.get(name)
-            if target is None or target.storage < 0 or spec.storage < 0:
-                self.unexpected.append(name)
-                continue
-            seen.add(name)
-            refuse_freed(target, here.storages[target.storage])
-            if target.shape != spec.shape:
-                self._misshapen.append(
-                    f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
-                    f"{list(target.shape)}"
-                )
-            elif not _takes(target.dtype, spec.dtype):
-                self._misshapen.append(
-                    f"dtype mismatch for {name}: the version has {spec.dtype}, of which the "
-                    f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
-                    "convert that"
-                )
-            elif 0 in target.strides and not _repeated_dims(target) <= _repeated_dims(spec):
-                self._misshapen.append(
-                    f"{name} is expanded in the state: several of its elements are one place in "
-                    "memory, and the version has a value for each; restore into what it was "
-                    "expanded from, or into a contiguous() copy"
-                )
-            self.found.append((spec, _as_seen(target, here.storages[target.storage])))
-        self.missing = [
-            name for name in targets if name not in seen and (keep is None or keep(name))
-        ]
-        self._where = stored.where
-
-    def refuse_elsewhere(self) -> None:
-        """Raise ``UsageError`` if a requested value, or its place in the state, is a table in
-        another pool: it would stay as it is, beside the copied values."""
-        (saved, here), keep = self._elsewhere, self._keep
-        into = {*self.unexpected, *(_rename(spec.name, self._rename) for spec, _ in self.found)}
-        found = [
-            *((path, place) for path, place in saved.items() if keep is None or keep(path)),
-            *(
-                (f"{path} in the state", place)
-                for path, place in here.items()
-                if path in into or keep is None or keep(path)
-            ),
-        ]
-        if found:
-            path, place = found[0]
-            raise UsageError(
-                f"{self._where} was not restored, and the state is untouched: {path} is a "
-                f"protected table, which is in {place.pool}, and would stay as it is now; `load` "
-                "the version instead, and pass its parts to `load_state_dict` of the model and "
-                "the optimizers, or leave the tables out with names="
+def _pair(
+    stored: StoredState, state: object, keep: Matcher | None, options: RestoreOptions
+) -> tuple[list[Pair], list[str], list[str]]:
+    """Return the tensors to copy and where to, those of the state that the version lacks, and the
+    reverse. Raise ``UsageError`` if they do not fit."""
+    here = walk(state)
+    targets = {spec.name: spec for spec in here.tensors}
+    pairs: list[Pair] = []
+    unexpected: list[str] = []
+    lines: list[str] = []
+    seen = set()
+    for spec in stored.contents.tensors:
+        if keep is not None and not keep(spec.name):
+            continue
+        name = _rename(spec.name, options.rename)
+        target = targets.get(name)
+        if target is None or target.storage < 0 or spec.storage < 0:
+            unexpected.append(name)
+            continue
+        seen.add(name)
+        refuse_freed(target, here.storages[target.storage])
+        if target.shape != spec.shape:
+            lines.append(
+                f"size mismatch for {name}: the version has {list(spec.shape)}, the state "
+                f"{list(target.shape)}"
             )
-
-    def complain(self, strict: bool) -> None:
-        """Raise ``UsageError`` if the pairs do not fit."""
-        lines = list(self._misshapen)
-        if strict and self.missing:
-            lines.append(f"missing in the version: {', '.join(self.missing)}")
-        if strict and self.unexpected:
-            lines.append(f"unexpected, not in the state: {', '.join(self.unexpected)}")
-        if lines:
-            raise UsageError(
-                f"{self._where} does not fit the state, which is untouched: " + "; ".join(lines)
+        elif not _takes(target.dtype, spec.dtype):
+            lines.append(
+                f"dtype mismatch for {name}: the version has {spec.dtype}, of which the "
+                f"state's {target.dtype} would keep a part; restore into {spec.dtype}, and "
+                "convert that"
             )
+        elif 0 in target.strides and not _repeated_dims(target) <= _repeated_dims(spec):
+            lines.append(
+                f"{name} is expanded in the state: several of its elements are one place in "
+                "memory, and the version has a value for each; restore into what it was "
+                "expanded from, or into a contiguous() copy"
+            )
+        pairs.append((spec, _as_seen(target, here.storages[target.storage])))
+    _refuse_elsewhere(stored, here, keep, {*unexpected, *seen})
+    missing = [name for name in targets if name not in seen and (keep is None or keep(name))]
+    if options.strict and missing:
+        lines.append(f"missing in the version: {', '.join(missing)}")
+    if options.strict and unexpected:
+        lines.append(f"unexpected, not in the state: {', '.join(unexpected)}")
+    if lines:
+        raise UsageError(
+            f"{stored.where} does not fit the state, which is untouched: " + "; ".join(lines)
+        )
+    return pairs, missing, unexpected
+
+
+def _refuse_elsewhere(
+    stored: StoredState, here: StateContents, keep: Matcher | None, into: set[str]
+) -> None:
+    """Raise ``UsageError`` if a requested value, or its place in the state, is a table in another
+    pool: it would stay as it is, beside the copied values. into: the requested key paths."""
+    found = [
+        *(each for each in _places_in(stored.contents) if keep is None or keep(each[0])),
+        *(
+            (f"{path} in the state", place)
+            for path, place in _places_in(here)
+            if path in into or keep is None or keep(path)
+        ),
+    ]
+    if found:
+        path, place = found[0]
+        raise UsageError(
+            f"{stored.where} was not restored, and the state is untouched: {path} is a "
+            f"protected table, which is in {place.pool}, and would stay as it is now; `load` "
+            "the version instead, and pass its parts to `load_state_dict` of the model and "
+            "the optimizers, or leave the tables out with names="
+        )
 
 
 def view_of(spec: TensorSpec, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -407,23 +385,12 @@ def _repeated_dims(spec: TensorSpec) -> set[int]:
     return {index for index, (size, stride) in rows if size > 1 and stride == 0}
 
 
-def _fill(stored: StoredState, pairs: list[tuple[TensorSpec, torch.Tensor]]) -> None:
-    """Copy storages over tensors: straight where one tensor is the whole storage."""
-    users_of: _Users = {}
+def _fill(stored: StoredState, pairs: Sequence[Pair]) -> None:
+    """Copy storages over tensors: straight to their place if every tensor of a storage is the whole
+    of it, at one place that no other shares."""
+    users_of: dict[int, list[Pair]] = {}
     for spec, target in pairs:
         users_of.setdefault(spec.storage, []).append((spec, target))
-    filled = _fill_blocks(stored, users_of)
-    for index, users in users_of.items():
-        if index not in filled:
-            storage = fetch_storages(stored, np.array([index], np.int64))[index]
-            assert storage is not None
-            for spec, target in users:
-                copy_over(target, carry_out(spec, view_of(spec, storage)))
-
-
-def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
-    """Fetch storages straight to their place, if every tensor of a storage is the whole of it, at
-    one place that no other shares. Return their indices."""
     lengths = stored.lengths
     blocks = {
         index: users[0][1]
@@ -436,16 +403,12 @@ def _fill_blocks(stored: StoredState, users_of: _Users) -> set[int]:
     # Threads fill these in any order; what overlaps is copied afterwards, in order.
     alone = ~overlapping(address, lengths[wanted])
     stored.fetch_into(wanted[alone], address[alone])
-    return set(wanted[alone].tolist())
-
-
-_Users = dict[int, list[tuple[TensorSpec, torch.Tensor]]]
-
-
-def carry_out(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with the conjugate and negative bits of ``spec`` carried out."""
-    tensor = tensor.conj().resolve_conj() if spec.conjugate else tensor
-    return -tensor if spec.negative else tensor
+    filled = set(wanted[alone].tolist())
+    for index, users in users_of.items():
+        if index not in filled:
+            storage = stored.fetch(index)
+            for spec, target in users:
+                copy_over(target, _as_seen(spec, storage))
 
 
 def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
@@ -463,9 +426,9 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
     )
 
 
-def _places_in(found: StateContents) -> dict[str, Elsewhere]:
-    """Return each ``Elsewhere`` in a state, by key path."""
-    return {path: value for path, value in found.others if isinstance(value, Elsewhere)}
+def _places_in(found: StateContents) -> list[tuple[str, Elsewhere]]:
+    """Return each ``Elsewhere`` in a state, with its key path."""
+    return [(path, value) for path, value in found.others if isinstance(value, Elsewhere)]
 
 
 def _rename(name: str, rename: Rename) -> str:
