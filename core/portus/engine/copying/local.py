@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, TypeGuard
 
@@ -36,7 +36,7 @@ from portus.engine.copying.segments import (
     cut,
 )
 from portus.engine.copying.segments import memory as _view
-from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
+from portus.engine.copying.thread import share_work
 from portus.engine.media.base import MappedMedium, Medium
 from portus.engine.media.file_calls import write_all
 from portus.engine.spec import PAGE, Extent
@@ -303,7 +303,7 @@ def _arrive(
 
     batches = segments.batches(SCRATCH, gap=PAGE)
     if _gains_by_two(segments, call.engine):
-        _together(work, batches)
+        share_work(work, batches, 2, "portus-copying")
     else:
         work(batches)
     return digests
@@ -369,44 +369,6 @@ def _gains_by_two(segments: Segments, engine: Engine) -> bool:
     """Return False for small segments in pure Python: two threads would compete for its lock."""
     many = segments.size >= TWO_THREADS_MIN
     return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
-
-
-def _together(work: Callable[[Iterator[Segments]], None], batches: Iterator[Segments]) -> None:
-    """Do ``work`` on ``batches`` in this thread and a second one.
-
-    If one fails, the other ends with its batch, and the error is raised here.
-    """
-    shared = SharedIterator(batches)
-
-    def take_part() -> None:
-        try:
-            work(shared)
-        except BaseException:
-            # The other thread finds no more batches, and ends with the one that it has.
-            shared.end()
-            raise
-
-    failed: list[BaseException] = []
-
-    def take_part_beside() -> None:
-        try:
-            take_part()
-        except BaseException as error:
-            failed.append(error)
-
-    # No pool of threads: the exit of the process would wait for it, even if it hangs.
-    second = JoinableThread(take_part_beside, "portus-copying")
-    try:
-        second.start()
-    except RuntimeError:  # the interpreter is ending, and starts no thread any more
-        take_part()
-        return
-    try:
-        take_part()
-    finally:
-        finish([second])  # it reads or writes the caller's memory
-    if failed:
-        raise failed[0]
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:

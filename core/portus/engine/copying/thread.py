@@ -86,6 +86,44 @@ class SharedIterator(Iterator[_Item]):
             self._items = iter(())
 
 
+def share_work(
+    work: Callable[[Iterator[_Item]], object], items: Iterable[_Item], count: int, name: str
+) -> None:
+    """Do ``work`` on the items in ``count`` threads. One that finishes an item takes the next, so a
+    slow item delays no other. Blocks until all are done.
+
+    After an error, or Ctrl-C, no further item begins. It is raised when those under way have ended.
+    No thread is left. name: of the threads.
+    """
+    shared, failed = SharedIterator(items), list[BaseException]()
+
+    def take_part() -> None:
+        try:
+            work(shared)
+        except BaseException as error:
+            failed.append(error)
+            shared.end()
+
+    begun: list[JoinableThread] = []
+    try:
+        for number in range(count):
+            # Not a pool of threads: the exit of the process would wait for what they hang in.
+            thread = JoinableThread(take_part, f"{name}-{number}")
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no thread any more
+                take_part()
+                break
+            begun.append(thread)
+        for thread in begun:
+            thread.join()
+    finally:
+        shared.end()
+        finish(begun)
+    if failed:
+        raise failed[0]
+
+
 Result = TypeVar("Result")
 
 

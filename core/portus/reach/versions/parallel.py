@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from portus.engine.copying.thread import JoinableThread, SharedIterator, finish
+from portus.engine.copying.thread import JoinableThread, finish, share_work
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -79,38 +79,13 @@ def abreast(
 
 
 def in_any_order(work: Callable[[_Item], object], items: Sequence[_Item], count: int) -> None:
-    """Call ``work`` on each item, ``count`` at a time. A thread that finishes one takes the next,
-    so a slow item delays no other. Blocks until all are done.
+    """Call ``work`` on each item, ``count`` at a time. See ``share_work``."""
 
-    After an error, or Ctrl-C, no further item begins. It is raised when those under way have ended.
-    No thread is left.
-    """
-    shared, failed = SharedIterator(items), list[BaseException]()
+    def do_some(some: Iterator[_Item]) -> None:
+        for item in some:
+            work(item)
 
-    def take_part() -> None:
-        try:
-            for item in shared:
-                work(item)
-        except BaseException as error:
-            failed.append(error)
-            shared.end()
-
-    # Not a pool of threads: the exit of the process would wait for what they hang in.
-    threads = [
-        JoinableThread(take_part, f"{NAME}-{number}") for number in range(min(count, len(items)))
-    ]
-    begun: list[JoinableThread] = []
-    try:
-        for thread in threads:
-            thread.start()
-            begun.append(thread)
-        for thread in begun:
-            thread.join()
-    finally:
-        shared.end()
-        finish(begun)
-    if failed:
-        raise failed[0]
+    share_work(do_some, items, min(count, len(items)), NAME)
 
 
 Room = npt.NDArray[np.uint8]
