@@ -7,7 +7,6 @@ storages, outside of this record, and outside of the two CRC32s that the zip not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -51,14 +50,6 @@ def pack(size: int, lengths: Column, digests: Digests, rest: bytes) -> bytes:
     return body + digest(body)
 
 
-@dataclass(frozen=True, slots=True)
-class DigestRecord:
-    """The fields of a record of digests."""
-
-    digests: Digests
-    rest: bytes
-
-
 def size_noted(record: bytes) -> int | None:
     """Return the size of the file that a record is of; None for a damaged record."""
     body, own = record[:-DIGEST_SIZE], record[-DIGEST_SIZE:]
@@ -69,8 +60,9 @@ def size_noted(record: bytes) -> int | None:
     return size
 
 
-def unpack(record: bytes, size: int, lengths: Column, where: str) -> DigestRecord:
-    """Return the record at ``where``, of a file of ``size`` bytes with such storages.
+def unpack(record: bytes, size: int, lengths: Column, where: str) -> tuple[Digests, bytes]:
+    """Return the digests of units, and that of everything else, in the record at ``where``, of a
+    file of ``size`` bytes with such storages.
 
     Raises ``CorruptionError`` when it is damaged or is that of another file, and ``UsageError``
     when a later version of Portus wrote it.
@@ -96,4 +88,4 @@ def unpack(record: bytes, size: int, lengths: Column, where: str) -> DigestRecor
     rows = np.frombuffer(body, np.uint8, units * DIGEST_SIZE, HEAD.size)
     rest = head["rest"]
     assert isinstance(rest, bytes)
-    return DigestRecord(rows.reshape(units, DIGEST_SIZE), rest)
+    return rows.reshape(units, DIGEST_SIZE), rest

@@ -256,7 +256,7 @@ class _Directory:
         """Return the digests of all units, after verifying everything except the storages."""
         where = f"{self._name}: byte {record.offset}"
         payload = exactly(self._read, record.offset, record.length, self._name)
-        noted = unpack(payload, self._size, length, where)
+        digests, noted = unpack(payload, self._size, length, where)
         # The CRCs of this record depend on its digests, so no digest can cover them.
         crc = zlib.crc32(payload).to_bytes(4, "little")
         places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
@@ -272,8 +272,8 @@ class _Directory:
             for at in range(begin, place, _CHUNK):
                 rest.update(exactly(self._read, at, min(_CHUNK, place - at), self._name))
             begin = place + bytes_there
-        if rest.digest() != noted.rest:
+        if rest.digest() != noted:
             raise CorruptionError(
                 f"{self._name}: the pickle or the structure of the file does not match its digest"
             )
-        return noted.digests
+        return digests

@@ -15,16 +15,11 @@ from portus.engine.format.pointer_marks import POINTER_MAX, is_pointer
 from portus.engine.image.image import Read, StoredFile
 from portus.engine.image.integrity import shard_of
 from portus.engine.image.torch_reader import read_torch
-from portus.engine.image.torch_zip import ZIP
+from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
 from portus.engine.loading.open_file import OpenFile, StoredBytes, open_file, reads
 from portus.engine.loading.patterns import Patterns
 from portus.engine.loading.restore_over import RestoreOptions, RestoreReport
-from portus.engine.loading.torch_file import (
-    has_digests_of_torch,
-    load_torch,
-    note_of_torch,
-    restore_torch,
-)
+from portus.engine.loading.torch_file import load_torch, record_of_torch, restore_torch
 from portus.engine.media.read_file import Pace
 from portus.engine.spec import VersionInfo
 from portus.errors import (
@@ -42,17 +37,16 @@ Result = TypeVar("Result")
 class FileFormat(NamedTuple):
     """A format of checkpoint files. Each function takes the path of a file for messages.
 
-    load: see ``load_opened``. outline: returns the places of everything in a file. note,
-    has_digests: see ``note_of`` and ``has_digests``.
+    load: see ``load_opened``. outline: returns the places of everything in a file. record: returns
+    the bytes of our record ``NOTE``, or ``DIGESTS``, in an open file; None if it has none.
     """
 
     load: Callable[..., Any]
     outline: Callable[[Read, int, str], StoredFile]
-    note: Callable[[OpenFile, str], bytes | None]
-    has_digests: Callable[[OpenFile, str], bool]
+    record: Callable[[OpenFile, str, str], bytes | None]
 
 
-_TORCH: Final = FileFormat(load_torch, read_torch, note_of_torch, has_digests_of_torch)
+_TORCH: Final = FileFormat(load_torch, read_torch, record_of_torch)
 
 
 def load_file(
@@ -112,7 +106,7 @@ def has_digests(path: str | os.PathLike[str]) -> bool:
         shard = shard_of(reads(file), file.size, where)
         if shard is not None:
             return shard.has_digests
-        return format_of(reads(file), where).has_digests(file, where)
+        return format_of(reads(file), where).record(file, where, DIGESTS) is not None
 
     return use_file(where, has_some, as_torch=False)
 
@@ -166,7 +160,7 @@ def load_opened(
 
 def note_of(file: OpenFile, where: str) -> bytes | None:
     """Return the note of an open file; see ``read_note``."""
-    return format_of(reads(file), where).note(file, where)
+    return format_of(reads(file), where).record(file, where, NOTE)
 
 
 def format_of(read: Read, name: str) -> FileFormat:

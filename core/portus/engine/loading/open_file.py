@@ -16,7 +16,6 @@ from portus.engine.image.image import Read, StoredFile
 from portus.engine.media.base import Medium
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile
-from portus.engine.spec import Extent
 from portus.errors import CorruptionError, MediumError, printable
 
 
@@ -107,12 +106,12 @@ class StoredBytes:
     def check(self, indices: Column) -> None:
         """Compare some storages with their digests. Raises ``CorruptionError``, ``MediumError``."""
         if self._stored.digests is not None:
-            sources = self._sources(indices, np.zeros_like(indices))
+            sources = self._storages(indices, np.zeros_like(indices))
             self._compare(indices, check(self._file.medium, sources, Stop()))
 
     def fetch(self, indices: Column, address: Column) -> None:
         """Read some storages to memory, verified. Raises ``CorruptionError``, ``MediumError``."""
-        self._compare(indices, fetch(self._file.medium, self._sources(indices, address), Stop()))
+        self._compare(indices, fetch(self._file.medium, self._storages(indices, address), Stop()))
 
     def units(self, index: int) -> Iterator[memoryview]:
         """Yield the units of a storage, verified; each is valid until the next. Raises
@@ -120,19 +119,18 @@ class StoredBytes:
         for rank, (offset, length, noted) in enumerate(self._stored.units(index)):
             unit = np.empty(length, np.uint8)
             if length:
-                columns = (np.array([each]) for each in (offset, length))
-                offsets, lengths = self._file.extents(*columns)
-                extents = map(Extent, offsets.tolist(), lengths.tolist())
-                target = Sources.at([unit.ctypes.data], [length], extents)
-                [found] = fetch(self._file.medium, target, Stop())
+                columns = (np.array([each]) for each in (offset, length, unit.ctypes.data))
+                [found] = fetch(self._file.medium, self._sources(*columns), Stop())
                 if noted not in (None, found.tobytes()):
                     raise self._damage(index, rank)
             yield unit.data
 
-    def _sources(self, indices: Column, address: Column) -> Sources:
-        length = self._stored.length[indices]
-        offset, held = self._file.extents(self._stored.offset[indices], length)
-        return Sources(address=address, length=length, extent_offset=offset, extent_length=held)
+    def _storages(self, indices: Column, address: Column) -> Sources:
+        return self._sources(self._stored.offset[indices], self._stored.length[indices], address)
+
+    def _sources(self, offset: Column, length: Column, address: Column) -> Sources:
+        places, held = self._file.extents(offset, length)
+        return Sources(address=address, length=length, extent_offset=places, extent_length=held)
 
     def _compare(self, indices: Column, stored: Digests) -> None:
         """Raise ``CorruptionError`` if the units of some storages differ from the saved ones."""

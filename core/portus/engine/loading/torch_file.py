@@ -21,7 +21,7 @@ import torch
 from portus.engine.image.image import Read
 from portus.engine.image.key_paths import is_ordinary, storage_places
 from portus.engine.image.torch_reader import TorchFile, read_record, read_torch
-from portus.engine.image.torch_zip import DIGESTS, NOTE, ZIP
+from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Matcher, Patterns, matcher, part_of
 from portus.engine.loading.restore_over import RestoreOptions, StoredState, restore_over
@@ -104,19 +104,12 @@ def load_outline(file: OpenFile, found: TorchFile, **settings: Any) -> Any:
     return _load(_VerifiedFile(file, found, set()), settings)
 
 
-def note_of_torch(file: OpenFile, where: str) -> bytes | None:
-    """Return the note of an open file of torch. Reads little of it. Raises ``CorruptionError``."""
+def record_of_torch(file: OpenFile, where: str, record: str) -> bytes | None:
+    """Return a record of an open file of torch; None if it has none such. Reads little of it.
+    Raises ``CorruptionError``."""
     if _is_old(reads(file)):
         return None
-    return read_record(reads(file), file.size, printable(where), NOTE)
-
-
-def has_digests_of_torch(file: OpenFile, where: str) -> bool:
-    """Return whether an open file of torch has digests. Reads little of it. Raises
-    ``CorruptionError``."""
-    if _is_old(reads(file)):
-        return False
-    return read_record(reads(file), file.size, printable(where), DIGESTS) is not None
+    return read_record(reads(file), file.size, printable(where), record)
 
 
 def _read(file: OpenFile, where: str, *, verify: bool = True) -> TorchFile | None:

@@ -15,7 +15,6 @@ import numpy as np
 
 from portus.engine.format.dtypes import ITEM_SIZES
 from portus.engine.format.nesting import refuse_deep
-from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, PortusError, UsageError
 from portus.reach.format.arrays import read_shape, read_sizes
 
@@ -39,13 +38,6 @@ class StoredArray(msgspec.Struct, frozen=True):
     def size(self) -> int:
         """Bytes of the array."""
         return item_size(self.dtype) * math.prod(self.sizes)
-
-    def raw(self, name: str) -> TensorSpec:
-        """Return the spec of a tensor as it is, and of an array as its bytes."""
-        sizes = self.sizes if isinstance(self.dtype, str) else (self.size,)
-        strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
-        dtype = self.dtype if isinstance(self.dtype, str) else "uint8"
-        return TensorSpec(name, dtype, sizes, strides, self.storage, 0)
 
 
 def item_size(dtype: str | np.dtype[Any]) -> int:

@@ -290,9 +290,9 @@ def _digests(
         raise CorruptionError(f"{where}: the digests: expected lower case, without spaces")
     if size_noted(record) not in (None, size):
         return None
-    noted = unpack(record, size, lengths, where)
+    digests, noted = unpack(record, size, lengths, where)
     at = LENGTH_SIZE + len(BEGIN)
     rest = xxhash.xxh3_128(head[:at] + head[at + len(text) :]).digest()
-    if rest != noted.rest:
+    if rest != noted:
         raise CorruptionError(f"{where} does not match its digest")
-    return noted.digests
+    return digests

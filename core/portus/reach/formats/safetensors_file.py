@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from portus.engine.image.image import Read
+from portus.engine.image.torch_zip import NOTE
 from portus.engine.loading.checkpoint_file import FileFormat
 from portus.engine.loading.open_file import OpenFile, StoredBytes, reads
 from portus.engine.loading.patterns import Patterns, matcher
@@ -68,16 +69,14 @@ def load_tensors(
     return {name: tensor.to(device) for name, tensor in made.items()} if device else made
 
 
-def _note_of(file: OpenFile, where: str) -> bytes | None:
-    note = read_safetensors(reads(file), file.size, printable(where)).note
-    return None if note is None else note.encode()
+def _record(file: OpenFile, where: str, record: str) -> bytes | None:
+    found = read_safetensors(reads(file), file.size, printable(where))
+    if record == NOTE:
+        return None if found.note is None else found.note.encode()
+    return None if found.digests is None else found.digests.tobytes()
 
 
-def _has_digests(file: OpenFile, where: str) -> bool:
-    return read_safetensors(reads(file), file.size, printable(where)).digests is not None
-
-
-_FORMAT: Final = FileFormat(load_tensors, read_safetensors, _note_of, _has_digests)
+_FORMAT: Final = FileFormat(load_tensors, read_safetensors, _record)
 
 
 def other_format(read: Read, name: str) -> FileFormat | None:

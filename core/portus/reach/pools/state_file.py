@@ -18,7 +18,6 @@ import torch
 
 from portus.engine.copying.segments import Column, Digests, Sources, Stop
 from portus.engine.image.torch_zip import torch_image
-from portus.engine.loading.restore_over import view_of
 from portus.engine.media.base import MediumInfo, ReadOnlyMedium
 from portus.engine.state.pickling import pickle_state, torch_format
 from portus.errors import CorruptionError, MediumError, UsageError
@@ -127,10 +126,12 @@ def _pickle(contents: bytes, lengths: Column) -> bytes:
     def make(array: StoredArray) -> object:
         if not 0 <= array.storage < len(blank) or array.size != lengths[array.storage]:
             raise CorruptionError(f"{array.name}: no storage has its {array.size} bytes")
-        tensor = view_of(array.raw(array.name), blank[array.storage])
-        if isinstance(array.dtype, str):
-            return tensor
-        return _Array(tensor, array.dtype, array.sizes)
+        storage, dtype = blank[array.storage], array.dtype
+        if isinstance(dtype, str):
+            empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
+            return empty.set_(storage, 0, array.sizes)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (array.size,))
+        return _Array(data, dtype, array.sizes)
 
     def reduce(array: _Array) -> Any:
         return array_of, (dtype_node(array.dtype), list(array.sizes), False, array.data)
