@@ -19,4 +19,6 @@ class Source(NamedTuple):
 
 def columns_of(sources: Sequence[Source]) -> Sources:
     extents = [each for source in sources for each in source.extents]
-    return Sources.at([each.address for each in sources], [each.length for each in sources], extents)
+    return Sources.at(
+        [each.address for each in sources], [each.length for each in sources], extents
+    )

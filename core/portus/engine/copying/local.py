@@ -173,9 +173,7 @@ def read_stored(medium: Medium, offset: Column, length: Column) -> NDArray[np.ui
     return found
 
 
-def fetch(
-    medium: Medium, targets: Sources, stop: Stop, *, engine: Engine | None = None
-) -> Digests:
+def fetch(medium: Medium, targets: Sources, stop: Stop, *, engine: Engine | None = None) -> Digests:
     """Fill ``targets`` (writable addresses) from their extents; return the digests of what arrived.
 
     Blocks; takes a second thread for big totals. Raises ``StoppedError`` and the medium's errors.
@@ -186,9 +184,7 @@ def fetch(
     return _arrive(medium, targets, stop, engine, keep=True)
 
 
-def check(
-    medium: Medium, sources: Sources, stop: Stop, *, engine: Engine | None = None
-) -> Digests:
+def check(medium: Medium, sources: Sources, stop: Stop, *, engine: Engine | None = None) -> Digests:
     """Return the digests of the extents of ``sources``, without addresses. Blocks as ``fetch``."""
     sources.require(addresses=False, extents=True)
     if isinstance(medium, RemoteMedium):

@@ -151,7 +151,9 @@ class Sources:
         return cls(address=address, length=length, extent_offset=nowhere, extent_length=nowhere)
 
     @classmethod
-    def at(cls, address: Sequence[int], length: Sequence[int], extents: Iterable[Extent]) -> Sources:
+    def at(
+        cls, address: Sequence[int], length: Sequence[int], extents: Iterable[Extent]
+    ) -> Sources:
         """Return sources from numbers. extents: of all of them, in order."""
         rows = np.array([(each.offset, each.length) for each in extents], np.int64).reshape(-1, 2)
         return cls(

@@ -10,9 +10,8 @@ import errno
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
 import xxhash
@@ -39,26 +38,15 @@ from portus.errors import CorruptionError, PortusError, printable
 _CHUNK: Final = 1 << 20
 
 
-class ZipRecord(NamedTuple):
-    """One record of a zip file."""
-
-    offset: int
-    length: int
-    crc: int
-    """The CRC32 in the zip. torch does not verify it, and can be told not to compute it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile(StoredFile):
     """The contents of a file of ``torch.save``.
 
-    ``keys``: as the pickle has them, "0" first. ``records``: all but the storages, by name.
-    ``crc``: of each storage; one without digests is compared with it.
+    ``keys``: as the pickle has them, "0" first. ``crc``: of each storage, in the zip; one without
+    digests is compared with it. torch does not verify it, and can be told not to compute it.
     """
 
-    archive: str
     pickle: bytes
-    records: Mapping[str, ZipRecord]
     crc: Column
 
     def places_of(self, key: str) -> list[str]:
@@ -86,42 +74,37 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
     damaged or no such file.
     """
     directory = _Directory(read, size, name)
-    entries = directory.entries
-    by_name = {entry.name: entry for entry in entries}
-    if len(by_name) != len(entries):
+    data_at = directory.data()
+    if len(data_at) != len(directory.records):
         raise CorruptionError(f"{name}: two records of the zip have one name")
-    archive = entries[0].name.partition("/")[0]
-    data = directory.data()
-    records: dict[str, ZipRecord] = {}
-    storages: dict[str, ZipRecord] = {}
-    for each in entries:
-        root, _, short = each.name.partition("/")
+    archive = directory.records[0].orig_filename.partition("/")[0]
+    others: dict[str, zipfile.ZipInfo] = {}
+    storages: dict[str, tuple[int, int, int]] = {}
+    for each in directory.records:
+        root, _, short = each.orig_filename.partition("/")
         if root != archive or not short:
-            directory.bad(each.at, "the name of a record", f"{archive}/...", each.name)
-        into = storages if short.startswith(STORAGES) else records
-        into[short] = ZipRecord(data[each.name], each.length, each.crc)
-    pickle = records.get(PICKLE)
+            where = each.header_offset
+            directory.bad(where, "the name of a record", f"{archive}/...", each.orig_filename)
+        if short.startswith(STORAGES):
+            facts = data_at[each.orig_filename], each.file_size, each.CRC
+            storages[short[len(STORAGES) :]] = facts
+        else:
+            others[short] = each
+    pickle, noted = others.get(PICKLE), others.get(DIGESTS)
     if pickle is None:
         raise CorruptionError(f"{name}: expected a file of torch.save, found no {PICKLE} in it")
-    keys = sorted((key[len(STORAGES) :] for key in storages), key=_in_order)
-    columns = np.array([storages[STORAGES + key] for key in keys], np.int64).reshape(-1, 3)
+    keys = sorted(storages, key=_in_order)
+    columns = np.array([storages[key] for key in keys], np.int64).reshape(-1, 3)
     offset, length, crc = (np.ascontiguousarray(column) for column in columns.T)
-    digests = None
-    if DIGESTS in records:
-        digests = directory.verify(
-            by_name[f"{archive}/{DIGESTS}"], records[DIGESTS], offset, length
-        )
     return TorchFile(
         name=name,
         size=size,
-        archive=archive,
-        pickle=exactly(read, pickle.offset, pickle.length, name),
-        records=records,
+        pickle=exactly(read, data_at[pickle.orig_filename], pickle.file_size, name),
         keys=tuple(keys),
         offset=offset,
         length=length,
         crc=crc,
-        digests=digests,
+        digests=None if noted is None else directory.verify(noted, offset, length),
     )
 
 
@@ -132,11 +115,12 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
     ``CorruptionError`` when they are damaged.
     """
     directory = _Directory(read, size, name)
-    for entry in directory.entries:
-        if entry.name.partition("/")[2] == record:
-            data = exactly(read, directory.begin(entry), entry.length, name)
-            if zlib.crc32(data) != entry.crc:
-                directory.bad(entry.at, f"the CRC32 of {record}", entry.crc, zlib.crc32(data))
+    for each in directory.records:
+        if each.orig_filename.partition("/")[2] == record:
+            at = directory.begin(each)
+            data = exactly(read, at, each.file_size, name)
+            if zlib.crc32(data) != each.CRC:
+                directory.bad(at, f"the CRC32 of {record}", each.CRC, zlib.crc32(data))
             return data
     return None
 
@@ -146,16 +130,13 @@ def _in_order(key: str) -> tuple[int, str]:
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
 
 
-class _CentralEntry(NamedTuple):
-    """An entry of the central directory, which is at ``at`` of the file."""
+def _raw_name(record: zipfile.ZipInfo) -> bytes:
+    return record.orig_filename.encode("utf-8" if record.flag_bits & UTF8 else "cp437")
 
-    name: str
-    raw_name: bytes
-    flags: int
-    length: int
-    crc: int
-    header_at: int
-    at: int
+
+def _entry_size(record: zipfile.ZipInfo) -> int:
+    """Return the bytes of a record's entry in the central directory."""
+    return CENTRAL.size + len(_raw_name(record)) + len(record.extra) + len(record.comment)
 
 
 class _File:
@@ -198,21 +179,19 @@ class _Directory:
             if isinstance(error.__context__, PortusError):  # zipfile takes it for a missing end
                 raise error.__context__ from None
             self.bad(max(0, size - END.size), "a zip file", "a directory", f"{error}; cut off?")
-        self._start = at = archive.start_dir
-        self.entries: list[_CentralEntry] = []
-        for info in archive.infolist():
-            if info.compress_type or info.flag_bits & 1 or info.compress_size != info.file_size:
+        self._start = archive.start_dir
+        self.records: Final = archive.infolist()
+        for each in self.records:
+            if each.compress_type or each.flag_bits & 1 or each.compress_size != each.file_size:
+                at = each.header_offset
                 self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
-            raw = info.orig_filename.encode("utf-8" if info.flag_bits & UTF8 else "cp437")
-            facts = (raw, info.flag_bits, info.file_size, info.CRC, info.header_offset)
-            self.entries.append(_CentralEntry(info.orig_filename, *facts, at))
-            at += CENTRAL.size + len(raw) + len(info.extra) + len(info.comment)
-        if not self.entries:
+        if not self.records:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
         # zipfile allows bytes before the zip file, and behind it.
-        if size - at not in (END.size, END64.size + LOCATOR.size + END.size):
-            self.bad(at, "the end of the directory", "the end of a zip file", "other bytes")
-        if begin := min(entry.header_at for entry in self.entries):
+        end = self._start + sum(map(_entry_size, self.records))
+        if size - end not in (END.size, END64.size + LOCATOR.size + END.size):
+            self.bad(end, "the end of the directory", "the end of a zip file", "other bytes")
+        if begin := min(each.header_offset for each in self.records):
             self.bad(0, "the beginning of a zip file", 0, begin)
 
     def bad(self, offset: int, what: str, expected: object, found: object) -> NoReturn:
@@ -226,51 +205,53 @@ class _Directory:
         found = {}
         end = 0
         # In order of their places, each after the end of the one before: no byte is in two.
-        for entry in sorted(self.entries, key=lambda entry: entry.header_at):
-            begin = self.begin(entry, end)
-            end = begin + entry.length
-            found[entry.name] = begin
+        for each in sorted(self.records, key=lambda record: record.header_offset):
+            begin = self.begin(each, end)
+            end = begin + each.file_size
+            found[each.orig_filename] = begin
         return found
 
-    def begin(self, entry: _CentralEntry, least: int = 0) -> int:
+    def begin(self, record: zipfile.ZipInfo, least: int = 0) -> int:
         """Return the offset of the data of a record, whose header is at ``least`` or later."""
-        at = entry.header_at
+        at, name, raw = record.header_offset, record.orig_filename, _raw_name(record)
         if at < least or at + LOCAL.size > self._start:
-            self.bad(entry.at, f"where {entry.name} begins", f"{least} to {self._start}", at)
-        begin = at + LOCAL.size + len(entry.raw_name)
+            self.bad(at, f"where {name} begins", f"{least} to {self._start}", at)
+        begin = at + LOCAL.size + len(raw)
         header = exactly(self._read, at, begin - at, self._name)
-        magic, _, flags, method, *_, name, extra = LOCAL.unpack_from(header)
-        if (magic, flags, method, name) != (LOCAL_MAGIC, entry.flags, 0, len(entry.raw_name)):
-            self.bad(at, f"the header of {entry.name}", "that of its record", "other bytes")
-        if header[LOCAL.size :] != entry.raw_name:
-            self.bad(at, "the name of a record", entry.name, header[LOCAL.size :])
+        magic, _, flags, method, *_, length, extra = LOCAL.unpack_from(header)
+        if (magic, flags, method, length) != (LOCAL_MAGIC, record.flag_bits, 0, len(raw)):
+            self.bad(at, f"the header of {name}", "that of its record", "other bytes")
+        if header[LOCAL.size :] != raw:
+            self.bad(at, "the name of a record", name, header[LOCAL.size :])
         data = begin + int(extra)
-        end = data + entry.length
+        end = data + record.file_size
         if end > self._start:
-            self.bad(entry.at, f"where {entry.name} ends", f"{self._start} at most", end)
+            self.bad(at, f"where {name} ends", f"{self._start} at most", end)
         return data
 
-    def verify(
-        self, central: _CentralEntry, record: ZipRecord, offset: Column, length: Column
-    ) -> Digests:
-        """Return the digests of all units, after verifying everything except the storages."""
-        where = f"{self._name}: byte {record.offset}"
-        payload = exactly(self._read, record.offset, record.length, self._name)
+    def verify(self, record: zipfile.ZipInfo, offset: Column, length: Column) -> Digests:
+        """Return the digests of all units, after verifying everything except the storages. record:
+        that of the digests."""
+        at, size = self.begin(record), record.file_size
+        where = f"{self._name}: byte {at}"
+        payload = exactly(self._read, at, size, self._name)
         digests, noted = unpack(payload, self._size, length, where)
         # The CRCs of this record depend on its digests, so no digest can cover them.
         crc = zlib.crc32(payload).to_bytes(4, "little")
-        places = (record.offset + record.length + DESCRIPTOR_CRC, central.at + CENTRAL_CRC)
+        before = self.records[: self.records.index(record)]
+        entry_at = self._start + sum(map(_entry_size, before))
+        places = (at + size + DESCRIPTOR_CRC, entry_at + CENTRAL_CRC)
         for place in places:
             found = exactly(self._read, place, 4, self._name)
             if found != crc:
                 self.bad(place, "the CRC32 of the digests", crc.hex(), found.hex())
         covered = list(zip(offset.tolist(), length.tolist(), strict=True))
-        covered += [(record.offset, record.length), *((place, 4) for place in places)]
+        covered += [(at, size), *((place, 4) for place in places)]
         rest = xxhash.xxh3_128()
         begin = 0
         for place, bytes_there in [*sorted(covered), (self._size, 0)]:
-            for at in range(begin, place, _CHUNK):
-                rest.update(exactly(self._read, at, min(_CHUNK, place - at), self._name))
+            for start in range(begin, place, _CHUNK):
+                rest.update(exactly(self._read, start, min(_CHUNK, place - start), self._name))
             begin = place + bytes_there
         if rest.digest() != noted:
             raise CorruptionError(
