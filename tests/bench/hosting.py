@@ -155,8 +155,8 @@ def shares_row(name: str, parts: Parts, rounds: int, warmups: int = 3) -> Row:
 
 def _local_parts(checkpointer: portus.PoolCheckpointer, state: dict[str, torch.Tensor]) -> Parts:
     """Copy and hash are one pass: ``hash`` is what hashing alone takes, ``copy`` the rest."""
-    addresses, lengths = zip(*((each.data_ptr(), each.nbytes) for each in state.values()))
-    sources = Sources.at(addresses, lengths, [])
+    addresses = [each.data_ptr() for each in state.values()]
+    sources = Sources.at(addresses, [each.nbytes for each in state.values()], [])
     step = 0
     while True:
         change(state)
