@@ -178,17 +178,11 @@ def fetch(medium: Medium, targets: Sources, stop: Stop, *, engine: Engine | None
 
     Blocks; takes a second thread for big totals. Raises ``StoppedError`` and the medium's errors.
     """
-    targets.require(addresses=True, extents=True)
-    if isinstance(medium, RemoteMedium):
-        return medium.fetch(targets, stop)
     return _arrive(medium, targets, stop, engine, keep=True)
 
 
 def check(medium: Medium, sources: Sources, stop: Stop, *, engine: Engine | None = None) -> Digests:
     """Return the digests of the extents of ``sources``, without addresses. Blocks as ``fetch``."""
-    sources.require(addresses=False, extents=True)
-    if isinstance(medium, RemoteMedium):
-        return medium.check(sources, stop)
     return _arrive(medium, sources, stop, engine, keep=False)
 
 
@@ -281,6 +275,9 @@ def _arrive(
     medium: Medium, sources: Sources, stop: Stop, engine: Engine | None, *, keep: bool
 ) -> Digests:
     """Load all sources and hash them; ``keep``: leave them at their addresses."""
+    sources.require(addresses=keep, extents=True)
+    if isinstance(medium, RemoteMedium):
+        return medium.fetch(sources, stop) if keep else medium.check(sources, stop)
     segments, digests = cut(sources)
     call = _Call(medium, engine or best_engine(), digests, stop)
     if len(segments) and _is_memory(medium, segments):

@@ -19,25 +19,22 @@ from portus.engine.media.read_file import ReadFile
 from portus.errors import CorruptionError, MediumError, printable
 
 
-class DiskFile:
+class DiskFile(ReadFile):
     """A file of a file system, as an ``OpenFile``."""
 
-    def __init__(self, file: ReadFile, number: int) -> None:
-        self.medium: Final = file
-        self.number: Final[int | None] = number
+    @property
+    def number(self) -> int:
+        return self._descriptor.number
 
     @property
-    def size(self) -> int:
-        return self.medium.size
+    def medium(self) -> DiskFile:
+        return self
 
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
         return offset, length
 
     def announce(self, offset: Column, length: Column) -> None:
         """Do nothing: the system reads ahead."""
-
-    def load(self, offset: int, target: memoryview) -> None:
-        self.medium.load(offset, target)
 
 
 class OpenFile(Protocol):
@@ -74,8 +71,8 @@ def open_file(where: str, *, as_torch: bool = True) -> Iterator[DiskFile]:
         if as_torch and isinstance(error, FileNotFoundError | PermissionError):
             raise
         raise MediumError(error.errno, f"{printable(where)}: {error.strerror}") from error
-    with contextlib.closing(ReadFile(descriptor)) as file:
-        yield DiskFile(file, descriptor.number)
+    with contextlib.closing(DiskFile(descriptor)) as file:
+        yield file
 
 
 def reads(file: OpenFile) -> Read:
