@@ -16,12 +16,12 @@ from portus.engine.image.digests import MAGIC
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 from portus.reach.formats import safetensors as ours
-from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import (
     SafetensorsFile,
     is_safetensors,
     read_safetensors,
 )
+from portus.reach.formats.safetensors_file import NamedTensors
 from tests.unit.state.image_bytes import filled, stored
 
 

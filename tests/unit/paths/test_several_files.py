@@ -24,7 +24,7 @@ from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.writer.image_file import ImageFile
 from portus.errors import MediumError, UsageError
-from portus.reach.formats.named_tensors import NamedTensors
+from portus.reach.formats.safetensors_file import NamedTensors
 from portus.reach.training.training_files import TrainingFiles
 from tests.crash.saver import Training
 from tests.same import assert_same

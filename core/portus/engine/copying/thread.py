@@ -69,23 +69,6 @@ def finish(threads: Iterable[JoinableThread]) -> None:
         raise raised
 
 
-class SharedIterator(Iterator[_Item]):
-    """Items for several threads: each goes to one of them."""
-
-    def __init__(self, items: Iterable[_Item]) -> None:
-        self._items = iter(items)
-        self._guard: Final = threading.Lock()
-
-    def __next__(self) -> _Item:
-        with self._guard:
-            return next(self._items)
-
-    def end(self) -> None:
-        """Hand out no more items."""
-        with self._guard:
-            self._items = iter(())
-
-
 def share_work(
     work: Callable[[Iterator[_Item]], object], items: Iterable[_Item], count: int, name: str
 ) -> None:
@@ -95,14 +78,28 @@ def share_work(
     After an error, or Ctrl-C, no further item begins. It is raised when those under way have ended.
     No thread is left. name: of the threads.
     """
-    shared, failed = SharedIterator(items), list[BaseException]()
+    left, guard = iter(items), threading.Lock()
+    failed: list[BaseException] = []
+    is_over = False
+
+    def take() -> Iterator[_Item]:
+        while True:
+            with guard:
+                if is_over:
+                    return
+                try:
+                    item = next(left)
+                except StopIteration:
+                    return
+            yield item
 
     def take_part() -> None:
+        nonlocal is_over
         try:
-            work(shared)
+            work(take())
         except BaseException as error:
+            is_over = True
             failed.append(error)
-            shared.end()
 
     begun: list[JoinableThread] = []
     try:
@@ -118,7 +115,7 @@ def share_work(
         for thread in begun:
             thread.join()
     finally:
-        shared.end()
+        is_over = True
         finish(begun)
     if failed:
         raise failed[0]

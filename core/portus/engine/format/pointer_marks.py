@@ -12,7 +12,7 @@ it."""
 POINTER_MAX: Final = 128 << 10
 """Bytes. A longer file is no pointer."""
 
-HEAD_SIZE: Final = 256
+_HEAD_SIZE: Final = 256
 """Bytes in which a pointer has its mark; it is longer than that."""
 
 HEAD_MARK: Final = f"c{GLOBAL_MODULE}\n{GLOBAL_NAME}\n".encode()
@@ -29,12 +29,7 @@ README: Final = b" ".join(  # at run time, or this file, compiled or not, would 
 _TAIL_MARK: Final = README[:64]
 
 
-def may_begin(head: bytes) -> bool:
-    """Return False if no pointer begins with ``head``, which has ``HEAD_SIZE`` bytes."""
-    return HEAD_MARK in head
-
-
 def is_pointer(data: bytes) -> bool:
     """Return whether ``data``, all bytes of a file, has a mark of a pointer, which may be
     damaged."""
-    return len(data) <= POINTER_MAX and (may_begin(data[:HEAD_SIZE]) or _TAIL_MARK in data)
+    return len(data) <= POINTER_MAX and (HEAD_MARK in data[:_HEAD_SIZE] or _TAIL_MARK in data)

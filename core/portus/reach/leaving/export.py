@@ -34,8 +34,8 @@ from portus.engine.loading.torch_file import load_torch, open_state
 from portus.engine.state.pickling import pickle_state
 from portus.engine.state.walk import is_plain, leaves
 from portus.errors import CorruptionError, UsageError, printable
-from portus.reach.formats.named_tensors import named_tensor
 from portus.reach.formats.safetensors import SUFFIX, NamedTensor, safetensors_image
+from portus.reach.formats.safetensors_file import named_tensor
 from portus.reach.leaving.options import ExportOptions, WrittenExport
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.state_file import StateFile

@@ -26,8 +26,8 @@ from portus.engine.image.image import Image
 from portus.engine.state.contents import FileContents
 from portus.engine.state.pickling import PickledState, pickle_state
 from portus.errors import UsageError, printable
-from portus.reach.formats.named_tensors import NamedTensors
 from portus.reach.formats.safetensors import SAVE, SUFFIX, safetensors_image
+from portus.reach.formats.safetensors_file import NamedTensors
 from portus.reach.shards.directories import is_shard_of_portus
 from portus.reach.shards.rank_file import METADATA, Item, TensorItem, offsets_of, rank_image
 

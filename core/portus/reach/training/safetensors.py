@@ -12,7 +12,7 @@ from portus.engine.paths.process import handle_of, saver
 from portus.engine.paths.request import OwnFormat
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.state.contents import FileContents
-from portus.reach.formats.named_tensors import NamedTensors
+from portus.reach.formats.safetensors_file import NamedTensors
 
 
 @dataclass(frozen=True, slots=True)
