@@ -40,13 +40,10 @@ BROAD_EXCEPT = {
     "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: abreast": "raised where the result is taken",
-    "core/portus/reach/versions/parallel.py: in_any_order": "raised when the threads are over",
     "core/portus/reach/versions/parallel.py: take_part": "raised where the result is taken",
     "core/portus/engine/copying/thread.py: finish": "raised when the threads are over",
-    "core/portus/engine/copying/local.py: _together": "raised in the thread that waits for it",
-    "core/portus/engine/copying/local.py: take_part_beside": (
-        "raised in the thread that waits for it"
-    ),
+    "core/portus/engine/copying/thread.py: share_work": "raised when the threads are over",
+    "core/portus/engine/copying/thread.py: take_part": "raised when the threads are over",
     "core/portus/companions/embedding/committer.py: _error_of": (
         "the top of the worker thread; it is kept"
     ),
