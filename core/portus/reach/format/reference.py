@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from dataclasses import dataclass, fields
 from typing import Final
@@ -31,6 +32,8 @@ TEXT_MAX: Final = 4096
 
 FORMAT: Final = 4
 """The newest format. Formats 1 to 3 were never released."""
+
+_HEX: Final = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +58,21 @@ class Reference:
 
     def __post_init__(self) -> None:
         for name in ("token", "pool"):
-            _check_hex(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, str) or not _HEX.fullmatch(value):
+                raise UsageError(
+                    f"reference: {name} must be 32 lower-case hex digits, found {value!r}"
+                )
         for name in ("pool_path", "written_path", "model"):
-            _check_text(name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, str) or not 0 < len(value) <= TEXT_MAX or "\0" in value:
+                raise UsageError(
+                    f"reference: {name} must be 1 to {TEXT_MAX} characters, no NUL: {value!r:.80}"
+                )
         for name in ("step", "files"):
-            _check_integer(name, getattr(self, name))
+            value = getattr(self, name)
+            if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+                raise UsageError(f"reference: {name} must be a 64-bit integer, found {value!r:.80}")
 
     @property
     def part(self) -> str:
@@ -69,7 +82,8 @@ class Reference:
 
 def encode(reference: Reference) -> bytes:
     """Return the bytes of the pointer file for ``reference``; equal references give equal bytes."""
-    data = _archive(_text(reference))
+    body = _body(reference)
+    data = _archive(digest(body.encode()).hex() + body)
     assert len(data) <= POINTER_MAX  # the limits of the fields ensure it
     return data
 
@@ -102,10 +116,6 @@ def decode_text(text: str) -> Reference:
         raise CorruptionError(f"pointer: its text is not JSON: {error}") from error
     if not isinstance(said, dict):
         raise CorruptionError("pointer: its text is not a JSON object")
-    return _from_fields(said, body)
-
-
-def _from_fields(said: dict[str, object], body: str) -> Reference:
     number = said.pop("portus", None)
     if type(number) is not int or number < FORMAT:
         raise CorruptionError(f"pointer: format number {number!r}, expected {FORMAT}")
@@ -122,34 +132,11 @@ def _from_fields(said: dict[str, object], body: str) -> Reference:
     return reference
 
 
-def _text(reference: Reference) -> str:
-    body = _body(reference)
-    return digest(body.encode()).hex() + body
-
-
 def _body(reference: Reference) -> str:
     said: dict[str, object] = {"portus": FORMAT}
     said |= {field.name: getattr(reference, field.name) for field in fields(reference)}
     # Pure ASCII, so a path that is not UTF-8 (surrogates) goes there and back unchanged.
     return json.dumps(said, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _check_hex(name: str, value: object) -> None:
-    good = isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
-    if not good:
-        raise UsageError(f"reference: {name} must be 32 lower-case hex digits, found {value!r}")
-
-
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value or len(value) > TEXT_MAX or "\0" in value:
-        raise UsageError(
-            f"reference: {name} must be 1 to {TEXT_MAX} characters, no NUL: {value!r:.80}"
-        )
-
-
-def _check_integer(name: str, value: object) -> None:
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise UsageError(f"reference: {name} must be a 64-bit integer, found {value!r:.80}")
 
 
 _CALL: Final = b"\x85R."
