@@ -63,13 +63,18 @@ class Fence:
     process group: other ranks wait for a rank that waits here.
     """
 
+    @mark
     def __init__(self, timeout_s: float) -> None:
         self.blocked_s = 0.0
         """Seconds that writers waited, all threads together."""
         self._timeout_s: Final = timeout_s
         self._saves: tuple[Save, ...] = ()
         self._closed = False
-        _install(self)
+        global _fences
+        with _lock:
+            _fences = (*_fences, self)
+            _hook_steps()
+            _put_on_guards()
 
     @mark
     def guard(self, save: Save) -> None:
@@ -96,13 +101,20 @@ class Fence:
     def close(self) -> None:
         """Wait for the saves in flight, and stop guarding; the last fence takes the hooks out of
         torch. A second call does nothing."""
+        global _fences
         with _lock:
             if self._closed:
                 return
             self._closed = True
         # Not under the lock, which other fences and their saves need meanwhile.
         self.wait()
-        _uninstall(self)
+        with _lock:
+            _fences = tuple(other for other in _fences if other is not self)
+            _count_saves()
+            _unhook_steps()
+            if not _fences:
+                _take_off_guards()
+                writers.forget()
 
     def _wait_for(self, optimizer: Optimizer) -> None:
         start = time.perf_counter()
@@ -195,26 +207,6 @@ _listeners: tuple[Listener, ...] = ()
 _in_flight = 0
 _hooks: Final[list[RemovableHandle]] = []
 _steps = 0
-
-
-@mark
-def _install(fence: Fence) -> None:
-    global _fences
-    with _lock:
-        _fences = (*_fences, fence)
-        _hook_steps()
-        _put_on_guards()
-
-
-def _uninstall(fence: Fence) -> None:
-    global _fences
-    with _lock:
-        _fences = tuple(other for other in _fences if other is not fence)
-        _count_saves()
-        _unhook_steps()
-        if not _fences:
-            _take_off_guards()
-            writers.forget()
 
 
 def _hook_steps() -> None:

@@ -64,12 +64,8 @@ class Image:
 
 def bytes_image(data: bytes) -> Image:
     """Return the image of a file of these bytes, without storages."""
-    none = np.zeros(0, np.int64)
-
-    def literals(digests: Digests, crcs: Crcs) -> Sequence[Literal]:
-        return [Literal(0, data)]
-
-    return Image(size=len(data), offset=none, length=none, literals=literals)
+    none, literals = np.zeros(0, np.int64), [Literal(0, data)]
+    return Image(size=len(data), offset=none, length=none, literals=lambda *_: literals)
 
 
 Read = Callable[[int, int], bytes]

@@ -283,7 +283,8 @@ def _pair(
 ) -> tuple[list[Pair], list[str], list[str]]:
     """Return the tensors to copy and where to, those of the state that the version lacks, and the
     reverse. Raise ``UsageError`` if they do not fit."""
-    here = walk(state)
+    here, given = walk(state), options.rename
+    rename = given if callable(given) else lambda name: (given or {}).get(name, name)
     targets = {spec.name: spec for spec in here.tensors}
     pairs: list[Pair] = []
     unexpected: list[str] = []
@@ -292,7 +293,7 @@ def _pair(
     for spec in stored.contents.tensors:
         if keep is not None and not keep(spec.name):
             continue
-        name = _rename(spec.name, options.rename)
+        name = rename(spec.name)
         target = targets.get(name)
         if target is None or target.storage < 0 or spec.storage < 0:
             unexpected.append(name)
@@ -429,9 +430,3 @@ def _is_whole(spec: TensorSpec, target: torch.Tensor, length: int) -> bool:
 def _places_in(found: StateContents) -> list[tuple[str, Elsewhere]]:
     """Return each ``Elsewhere`` in a state, with its key path."""
     return [(path, value) for path, value in found.others if isinstance(value, Elsewhere)]
-
-
-def _rename(name: str, rename: Rename) -> str:
-    if rename is None:
-        return name
-    return rename(name) if callable(rename) else rename.get(name, name)

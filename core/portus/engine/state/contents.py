@@ -28,7 +28,18 @@ class FileContents(abc.ABC):
 
     def changes(self) -> Column:
         """Return the number of writes that torch counted for the tensors over each storage."""
-        return changes_of(self.storages, self.tensors)
+        index = {storage._cdata: number for number, storage in enumerate(self.storages)}
+        counts = np.zeros(len(self.storages), np.int64)
+        for tensor in self.tensors:
+            # Inference tensors have no count, and raise when asked for it.
+            if tensor.layout is torch.strided and not tensor.is_inference():
+                try:
+                    number = index.get(tensor.untyped_storage()._cdata)
+                except (RuntimeError, NotImplementedError):  # it has no storage
+                    continue
+                if number is not None:
+                    counts[number] += tensor._version
+        return counts
 
     @abc.abstractmethod
     def image(self, path: str, note: bytes = b"") -> Image:
@@ -70,24 +81,3 @@ class JoinedStorages:
             return describers[number](index - first[number])
 
         return describe
-
-
-def changes_of(storages: Sequence[torch.UntypedStorage], tensors: Sequence[torch.Tensor]) -> Column:
-    """Return the number of writes that torch counted for ``tensors``, by their storages."""
-    index = {storage._cdata: number for number, storage in enumerate(storages)}
-    counts = np.zeros(len(storages), np.int64)
-    for tensor in tensors:
-        # Inference tensors have no count, and raise when asked for it.
-        if tensor.layout is torch.strided and not tensor.is_inference():
-            number = index.get(_storage_of(tensor))
-            if number is not None:
-                counts[number] += tensor._version
-    return counts
-
-
-def _storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the identity of a tensor's storage; None if it has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return None
