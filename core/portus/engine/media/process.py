@@ -127,21 +127,17 @@ def _open(path: str, flags: int, mode: int, directory: int | None) -> int:
             os.close(each)
 
 
-class _Thread(threading.local):
-    is_opening = False
-
-
-_thread: Final = _Thread()
+_thread: Final = threading.local()
 
 
 def is_opening() -> bool:
     """Return whether this thread is opening a ``Descriptor``, whose audit hooks have run."""
-    return _thread.is_opening
+    return getattr(_thread, "is_opening", False)
 
 
 @contextlib.contextmanager
 def _opening() -> Iterator[None]:
-    before, _thread.is_opening = _thread.is_opening, True
+    before, _thread.is_opening = is_opening(), True
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import threading
@@ -50,14 +51,16 @@ class WriteWatch:
 
     def written_runs(self) -> Column:
         """Return the runs of pages that were written, in order: (n, 2). Raises ``OSError``."""
-        runs = [each for run in self._runs for each in self._kernel.written_runs(run)]
-        return np.array(runs, np.int64).reshape(-1, 2)
+        pagemap = self._kernel.pagemap.number
+        runs = [linux.dirty_pages(pagemap, start, end - start) for start, end in self._runs]
+        return np.array(list(itertools.chain(*runs)), np.int64).reshape(-1, 2)
 
     def close(self) -> None:
         """Stop noting writes, which then cost nothing more. A second call does nothing."""
         if self._ended.acquire(blocking=False):
-            for run in self._runs:
-                self._kernel.unprotect(run)
+            for start, end in self._runs:
+                with contextlib.suppress(OSError):  # pages unmapped meanwhile are not protected
+                    linux.protect_pages(self._kernel.watch, start, end - start, on=False)
             self._kernel.busy.release()
 
 
@@ -148,39 +151,27 @@ class _Kernel:
         """Raise ``OSError`` if the kernel refuses."""
         self.busy: Final = threading.Lock()
         with process.no_fork():
-            self._watch = linux.open_write_watch()
+            self.watch: Final = linux.open_write_watch()
             process.leave_in_child(self)
-        self._pagemap: Final = process.Descriptor("/proc/self/pagemap", os.O_RDONLY)
+        self.pagemap: Final = process.Descriptor("/proc/self/pagemap", os.O_RDONLY)
 
     def protect(self, run: Run) -> None:
         """Note writes to these pages. Raises ``OSError``."""
+        span = run[0], run[1] - run[0]
         try:
-            linux.protect_pages(self._watch, *_span(run), on=True)
+            linux.protect_pages(self.watch, *span, on=True)
         except OSError as error:
             if error.errno != errno.ENOENT:
                 raise
             _check_may_register(run)
-            linux.register_pages(self._watch, *_span(run))
-            linux.protect_pages(self._watch, *_span(run), on=True)
-
-    def unprotect(self, run: Run) -> None:
-        """Stop noting writes. Raises nothing: pages unmapped meanwhile are not protected."""
-        with contextlib.suppress(OSError):
-            linux.protect_pages(self._watch, *_span(run), on=False)
-
-    def written_runs(self, run: Run) -> list[Run]:
-        """Return the runs of pages in ``run`` that were written since they were protected."""
-        return linux.dirty_pages(self._pagemap.number, *_span(run))
+            linux.register_pages(self.watch, *span)
+            linux.protect_pages(self.watch, *span, on=True)
 
     def leave(self) -> None:
         """Close the watch in a forked child, where its descriptor is about the parent's memory."""
         global _opened
-        os.close(self._watch)
+        os.close(self.watch)
         _opened = None
-
-
-def _span(run: Run) -> tuple[int, int]:
-    return run[0], run[1] - run[0]
 
 
 def _check_may_register(run: Run) -> None:
