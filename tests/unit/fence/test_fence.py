@@ -109,7 +109,6 @@ def test_a_step_waits_until_the_copy_ends(fence: Fence, model: nn.Sequential) ->
     save.copied.set()
     assert stepping.ended()
     assert not unchanged(model, before)
-    assert fence.blocked_s > 0
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -242,7 +241,7 @@ def test_a_wait_ends_with_the_time_out_and_the_step_goes_on(model: nn.Sequential
     assert all(save.given_up for save in saves)
     assert saves[0].allowed_s > saves[1].allowed_s == 0.0, "the time-out is for both together"
     assert not unchanged(model, before)
-    assert 0.05 <= fence.blocked_s <= took
+    assert took >= 0.05
     fence.close()
 
 
@@ -298,9 +297,9 @@ def test_wait_asks_only_the_saves_that_read_those_storages(fence: Fence) -> None
     saves = [LateCopy({"x": each}, everything_late=True) for each in (first, second)]
     for save in saves:
         fence.guard(save)
-    assert fence.wait({first.data_ptr()}) >= 0
+    fence.wait({first.data_ptr()})
     assert [save.waits for save in saves] == [1, 0]
-    assert before_write({first.data_ptr()}) >= 0
+    before_write({first.data_ptr()})
     assert [save.waits for save in saves] == [1, 0]
     before_write()
     assert [save.waits for save in saves] == [1, 1]
@@ -321,7 +320,8 @@ def test_closing_waits_for_what_is_in_flight() -> None:
     fence.close()
     fence.close()
     assert save.waits == 1
-    assert before_write() == 0.0
+    before_write()
+    assert save.waits == 1, "nothing is in flight any more"
 
 
 # The guarded functions.

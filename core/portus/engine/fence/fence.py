@@ -65,8 +65,6 @@ class Fence:
 
     @mark
     def __init__(self, timeout_s: float) -> None:
-        self.blocked_s = 0.0
-        """Seconds that writers waited, all threads together."""
         self._timeout_s: Final = timeout_s
         self._saves: tuple[Save, ...] = ()
         self._closed = False
@@ -86,16 +84,13 @@ class Fence:
             _count_saves()
             _put_on_guards()  # for modules that were loaded since
 
-    def wait(self, storages: Collection[int] | None = None) -> float:
-        """Wait for the saves that still read one of these storages (data pointers; None: any).
-
-        Returns the seconds it blocked, at most the time-out. Never raises.
-        """
+    def wait(self, storages: Collection[int] | None = None) -> None:
+        """Wait for the saves that still read one of these storages (data pointers; None: any), at
+        most for the time-out. Never raises."""
         start = time.perf_counter()
         for save in self._saves:
             if storages is None or not save.storages.isdisjoint(storages):
                 self._await_copy(save, start)
-        return self._note(start)
 
     @mark
     def close(self) -> None:
@@ -121,7 +116,6 @@ class Fence:
         for save in self._saves:
             if save.over or _may_write(optimizer, save):
                 self._await_copy(save, start)
-        self._note(start)
 
     @mark
     def _await_copy(self, save: Save, start: float) -> None:
@@ -143,13 +137,6 @@ class Fence:
         with _lock:
             self._saves = tuple(other for other in self._saves if other is not save)
             _count_saves()
-
-    @mark
-    def _note(self, start: float) -> float:
-        blocked = time.perf_counter() - start
-        with _lock:
-            self.blocked_s += blocked
-        return blocked
 
 
 def steps_seen() -> int:
@@ -181,13 +168,12 @@ def began(save: Save, medium: str) -> None:
         listener.began(save, medium)
 
 
-def before_write(storages: Collection[int] | None = None) -> float:
+def before_write(storages: Collection[int] | None = None) -> None:
     """Wait for every save of this process that still reads one of these storages (data pointers;
-    None: any storage). Call it before parameters are written by hand.
-
-    Returns the seconds it blocked. Never raises.
-    """
-    return sum(fence.wait(storages) for fence in _fences) if _in_flight else 0.0
+    None: any storage). Call it before parameters are written by hand. Never raises."""
+    if _in_flight:
+        for fence in _fences:
+            fence.wait(storages)
 
 
 def _may_write(optimizer: Optimizer, save: Save) -> bool:
