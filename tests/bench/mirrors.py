@@ -252,10 +252,11 @@ def _put(folder: str, url: str) -> Told:
             file.write(tensor.numpy().data)
 
     def put(number: int) -> None:
-        with open(path, "rb", buffering=0) as file, rooms.lent(UNIT) as room:
+        room = rooms.give(UNIT)
+        with open(path, "rb", buffering=0) as file:
             file.seek(number * UNIT)
-            assert file.readinto(room.data) == UNIT
-            obstore.put(store, f"unit-{number}", room.data, use_multipart=False)
+            assert file.readinto(room) == UNIT
+        obstore.put(store, f"unit-{number}", room, use_multipart=False)
 
     _touch()
     return _told(lambda: in_any_order(put, range(SIZE // UNIT), ABREAST))

@@ -58,20 +58,6 @@ def test_after_an_error_none_is_begun_and_no_thread_is_left() -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
 
 
-def test_a_room_that_came_back_is_lent_again_and_one_of_an_error_is_not() -> None:
-    rooms = Rooms(1 << 20)
-    with rooms.lent(10) as first, rooms.lent(20) as second:
-        assert (len(first), len(second)) == (10, 20)
-        places = {first.ctypes.data, second.ctypes.data}
-        assert len(places) == 2
-    with rooms.lent(1 << 20) as third, rooms.lent(1) as fourth:
-        assert {third.ctypes.data, fourth.ctypes.data} == places
-    with pytest.raises(ValueError, match="failed"), rooms.lent(1) as failed:
-        raise ValueError("failed")
-    with rooms.lent(1) as fifth, rooms.lent(1) as sixth:
-        assert failed.ctypes.data not in {fifth.ctypes.data, sixth.ctypes.data}
-
-
 def test_a_room_that_was_given_is_lent_again_once_no_view_of_it_is_left() -> None:
     rooms = Rooms(1 << 20)
 

@@ -33,14 +33,12 @@ class MediumKind:
 
     name: in words, for people. is_device: a pool on it fills all of it, so there is no limit, no
         quota, and no space for mirrored objects; `portus format` makes one.
-        is_persistent_memory: its bytes are reached by addresses. is_remote: another process stores
-        them.
+        is_persistent_memory: its bytes are reached by addresses.
     """
 
     name: str
     is_device: bool = False
     is_persistent_memory: bool = False
-    is_remote: bool = False
 
 
 PLAIN_FILE: Final = MediumKind("file, pwrite")

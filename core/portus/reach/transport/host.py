@@ -63,7 +63,7 @@ from portus.reach.transport.verbs import Domain, Endpoint, QueuePair, Region, po
 
 _log: Final = logging.getLogger("portus")
 
-STORAGE_HOST: Final = MediumKind("storage host", is_remote=True)
+STORAGE_HOST: Final = MediumKind("storage host")
 
 ANSWER_S: Final = 5.0
 """The longest wait for an answer that needs no work. Each save begins with such a question, so a

@@ -3,7 +3,6 @@ memory that several threads use in turn."""
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import weakref
@@ -99,26 +98,15 @@ class Rooms:
         self._size: Final = size
         self._free: Final[list[Room]] = []
 
-    @contextlib.contextmanager
-    def lent(self, length: int) -> Iterator[Room]:
-        """Lend ``length`` bytes, at most ``size``, with arbitrary contents. After an error they are
-        not lent again: the failed code may still use them."""
-        room = self._take(length)
-        # Not in a ``finally``: the room of a failed request is not lent again.
-        yield room[:length]
-        self._free.append(room)
-
     def give(self, length: int) -> memoryview:
-        """Return the same, lent again once nobody has it, or a part of it, any more."""
-        room = self._take(length)
+        """Lend ``length`` bytes, at most ``size``, with arbitrary contents, until nobody has them,
+        or a part of them, any more."""
+        assert length <= self._size
+        try:
+            room = self._free.pop()
+        except IndexError:
+            room = np.empty(self._size, np.uint8)
         # An array of its own: all views of its bytes keep it, and none of them keeps the others.
         part = room[:length]
         weakref.finalize(part, self._free.append, room)
         return part.data
-
-    def _take(self, length: int) -> Room:
-        assert length <= self._size
-        try:
-            return self._free.pop()
-        except IndexError:
-            return np.empty(self._size, np.uint8)
