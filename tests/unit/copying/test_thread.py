@@ -12,9 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from portus.engine.copying import local
-from portus.engine.copying.segments import Segments
-from portus.engine.copying.thread import JoinableThread, finish
+from portus.engine.copying.thread import JoinableThread, finish, share_work
 from portus.reach.versions.parallel import NAME, abreast, in_any_order
 from tests.moments import is_in, until
 
@@ -94,26 +92,20 @@ def test_after_ctrl_c_no_thread_uses_what_it_was_given() -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
 
 
-def test_after_ctrl_c_in_a_copy_by_two_threads_the_second_one_writes_no_more() -> None:
+def test_after_ctrl_c_in_shared_work_no_thread_writes_any_more() -> None:
     """Not even to an array that its owner gave back since."""
-    gate, own, beside = threading.Event(), list[int](), list[int]()
-    target, none = np.zeros(2, np.uint8), np.zeros(0, np.int64)
-    nothing = Segments(address=none, offset=none, length=none, row=none)
+    gate, begun, target = threading.Event(), list[int](), np.zeros(2, np.uint8)
 
-    def work(batches: Iterator[object]) -> None:
-        for _ in batches:
-            if threading.current_thread() is threading.main_thread():
-                own.append(1)
-                until(lambda: bool(beside))
-                return
-            beside.append(1)
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            begun.append(item)
             assert gate.wait(WAIT_S)
             target[:] = 1
 
     with pytest.raises(KeyboardInterrupt), keys(2, then=gate):
-        local._together(work, iter([nothing, nothing]))
+        share_work(work, range(9), 2, "a test")
     assert target.all(), "it is over, and was when the exception came out"
     target[:] = 0
     time.sleep(0.1)
     assert not target.any()
-    assert own == beside == [1]
+    assert sorted(begun) == [0, 1]

@@ -206,4 +206,4 @@ def _agrees(engine: Helper) -> bool:
     units = [data.data[start:end] for start, end in ((0, 3), (3, 220), (220, length))]
     if digests.tobytes() != b"".join(map(digest, units)) or not np.array_equal(data, copied):
         return False
-    return crcs.tolist() == [zlib.crc32(unit) for unit in units]
+    return bool(crcs.tolist() == [zlib.crc32(unit) for unit in units])

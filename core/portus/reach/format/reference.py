@@ -124,7 +124,7 @@ def decode_text(text: str) -> Reference:
             f"pointer: format {number}, this Portus reads up to {FORMAT}: upgrade portus-checkpoint"
         )
     try:
-        reference = Reference(**said)  # type: ignore[arg-type]  # __post_init__ checks each
+        reference = Reference(**said)  # __post_init__ checks each
     except (TypeError, UsageError) as error:
         raise CorruptionError(f"pointer: fields out of range: {error}") from error
     if _body(reference) != body:

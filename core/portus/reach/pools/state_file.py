@@ -128,9 +128,9 @@ def _pickle(contents: bytes, lengths: Column) -> bytes:
             raise CorruptionError(f"{array.name}: no storage has its {array.size} bytes")
         storage, dtype = blank[array.storage], array.dtype
         if isinstance(dtype, str):
-            empty = torch.empty(0, dtype=getattr(torch, dtype), device="cpu")
-            return empty.set_(storage, 0, array.sizes)
-        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (array.size,))
+            whole = torch.empty(0, dtype=getattr(torch, dtype), device="cpu").set_(storage)
+            return whole.view(array.sizes)
+        data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return _Array(data, dtype, array.sizes)
 
     def reduce(array: _Array) -> Any:
