@@ -17,7 +17,6 @@ from portus.engine.image.integrity import is_whole
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading import open_file, torch_file
 from portus.engine.loading.checkpoint_file import load_file, verify_file
-from portus.engine.media.read_file import ReadFile
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from tests.same import assert_same
 from tests.unit.state.image_bytes import saved
@@ -178,7 +177,7 @@ def test_a_whole_file_verifies_and_so_does_a_stock_one(path: Path, tmp_path: Pat
         verify_file(tmp_path / "none.pt")
 
 
-class Counted(ReadFile):
+class Counted(open_file.DiskFile):
     read = calls = 0
 
     def load(self, offset: int, target: memoryview) -> None:
@@ -195,7 +194,7 @@ def test_small_storages_are_read_together_whatever_torch_asks_for_first(
     tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
     path = tmp_path / "many.pt"
     path.write_bytes(saved(tensors, str(path))[0])
-    monkeypatch.setattr(open_file, "ReadFile", Counted)
+    monkeypatch.setattr(open_file, "DiskFile", Counted)
     with open_file.open_file(str(path)) as file:
         found = read_torch(open_file.reads(file), file.size, str(path))
         asked = list(range(len(tensors)))
@@ -227,7 +226,7 @@ def test_damage_is_that_of_the_small_storage_that_is_asked_for(tmp_path: Path) -
 def test_a_part_is_what_matches_and_no_other_tensor_is_read(
     path: Path, names: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_file, "ReadFile", Counted)
+    monkeypatch.setattr(open_file, "DiskFile", Counted)
     Counted.read = 0
     part = load_file(path, names)
     whole = torch.load(path)

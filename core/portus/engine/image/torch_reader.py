@@ -187,10 +187,16 @@ class _Directory:
                 self.bad(at, "a record", "bytes as they are", "compressed or encrypted ones")
         if not self.records:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
-        # zipfile allows bytes before the zip file, and behind it.
+        # zipfile allows bytes before the zip file, and behind it, and entries within others.
         end = self._start + sum(map(_entry_size, self.records))
-        if size - end not in (END.size, END64.size + LOCATOR.size + END.size):
-            self.bad(end, "the end of the directory", "the end of a zip file", "other bytes")
+        if size - end == END.size:
+            count = END.unpack(exactly(read, end, END.size, name))[4]
+        elif size - end == END64.size + LOCATOR.size + END.size:
+            count = END64.unpack(exactly(read, end, END64.size, name))[7]
+        else:
+            self.bad(end, "the end of the directory", "the end of the file", f"{size - end} bytes")
+        if count != len(self.records):
+            self.bad(end, "entries of the directory", count, len(self.records))
         if begin := min(each.header_offset for each in self.records):
             self.bad(0, "the beginning of a zip file", 0, begin)
 
