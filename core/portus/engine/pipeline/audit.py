@@ -16,7 +16,6 @@ ended and before the fence opens:
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -43,8 +42,6 @@ from portus.engine.format.checksum import UNIT, unit_counts
 from portus.engine.media import write_watch
 from portus.engine.pipeline.draft import Draft
 from portus.engine.pipeline.plan import Column, Flags
-
-_log: Final = logging.getLogger("portus")
 
 Guard = Literal["auto", "exact", "probe"]
 
@@ -253,7 +250,6 @@ class Auditor:
         self._watch_s_per_byte = _UNKNOWN_S_PER_BYTE
         self._dear: LateStorages | None = None
         self._made_huge = b""
-        self._said = False
 
     def begin(self, late: LateStorages, stop: Stop) -> Audit:
         """Note the present state of the storages. Raises ``StoppedError``."""
@@ -273,7 +269,6 @@ class Auditor:
                 return watched
         if hash_s <= limit_s:
             return self._hash(late, stop)
-        self._say(since_s, hash_s)
         self._make_huge_soon(late.part(big))
         return ProbeAudit(late)
 
@@ -319,18 +314,6 @@ class Auditor:
             rate = late.size / (time.perf_counter() - start)
             self._bytes_per_s = (self._bytes_per_s + rate) / 2
         return audit
-
-    def _say(self, since_s: float, price_s: float) -> None:
-        if not self._said:
-            self._said = True
-            _log.debug(
-                "portus: saves %.2f s apart are audited with probes, because an exact audit "
-                "would take %.0f ms of each: probes may miss a write that no fence guards. "
-                "Save less often, or set guard='exact'. SaveStats.guard reports the way of "
-                "each save",
-                since_s,
-                price_s * 1e3,
-            )
 
 
 def _copy_runs(start: Column, end: Column) -> list[bytes]:
