@@ -61,8 +61,8 @@ class StepFiles:
 
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory
-        self._known: dict[tuple[int, ...], VersionInfo | None] = {}
-        """The notes of files, by the mark of each; None for a file that is cut off."""
+        self._known: dict[tuple[int, ...], tuple[VersionInfo, bool]] = {}
+        """The facts of files, by the mark of each, and whether it is whole."""
 
     def path_of(self, step: int) -> str:
         """Return the path of the file of a step. Raise ``UsageError`` if it is not a step."""
@@ -72,12 +72,6 @@ class StepFiles:
     def note(self, time_ns: int, metrics: Mapping[str, float]) -> bytes:
         """Return the note of a save for its file."""
         return msgspec.json.encode(_Note(time_ns, metrics))
-
-    def note_commit(self, step: int, note: bytes) -> None:
-        """Remember the ``note`` of a file that was just written, so that it need not be read."""
-        with contextlib.suppress(OSError):
-            status = os.stat(self.path_of(step))
-            self._known[_mark(step, status)] = self.describe(step, note, status.st_size)
 
     def describe(self, step: int, note: bytes, size: int = 0) -> VersionInfo:
         """Return the facts in the ``note`` of a step's file."""
@@ -104,8 +98,7 @@ class StepFiles:
             return []
         except OSError as error:
             raise medium_error(error, self.directory) from error
-        known: dict[tuple[int, ...], VersionInfo | None] = {}
-        found = []
+        known: dict[tuple[int, ...], tuple[VersionInfo, bool]] = {}
         for name in names:
             match = _NAME.fullmatch(name)
             # With another number of zeros, one step could have two files.
@@ -113,30 +106,26 @@ class StepFiles:
                 continue
             path = os.path.join(self.directory, name)
             try:
-                status, step = os.stat(path), int(match[1])
-                mark = _mark(step, status)
-                known[mark] = (
-                    self._known[mark] if mark in self._known else self._read(path, step, status)
-                )
+                step, status = int(match[1]), os.stat(path)
+                # Another file has another mark.
+                mark = step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+                known[mark] = self._known.get(mark) or self._read(path, step, status)
             except FileNotFoundError:
                 continue  # it was removed meanwhile
             except OSError as error:
                 raise medium_error(error, path) from error
-            # A file that is cut off is listed, so that a load reports it before it falls back.
-            outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
-            found.append((known[mark] or outside, known[mark] is not None))
         self._known = known
-        return sorted(found, key=lambda each: (each[0].time_ns, each[0].step))
+        return sorted(known.values(), key=lambda each: (each[0].time_ns, each[0].step))
 
-    def _read(self, path: str, step: int, status: os.stat_result) -> VersionInfo | None:
-        """Return the facts in a file's note; None if it is cut off or cannot be read."""
+    def _read(self, path: str, step: int, status: os.stat_result) -> tuple[VersionInfo, bool]:
+        # A file that is cut off is listed, so that a load reports it before it falls back.
+        outside = self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
         try:
             note = read_note(path)
-            if note is not None:
-                return self.describe(step, note, status.st_size)
+            found = outside if note is None else self.describe(step, note, status.st_size)
+            return found, True
         except (CorruptionError, MediumError, PermissionError, msgspec.DecodeError):
-            return None
-        return self._info(step, _Note(status.st_mtime_ns, {}), status.st_size)
+            return outside, False
 
     def _info(self, step: int, note: _Note, size: int) -> VersionInfo:
         return VersionInfo(
@@ -149,11 +138,6 @@ class StepFiles:
             size=size,
             metrics=note.metrics,
         )
-
-
-def _mark(step: int, status: os.stat_result) -> tuple[int, ...]:
-    """Return a mark that changes when another file replaces a file."""
-    return step, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 _log: Final = logging.getLogger("portus")
@@ -264,7 +248,6 @@ class DirectorySteps:
         return 0
 
     def note_commit(self, request: StepRequest) -> None:
-        self._files.note_commit(request.step, request.note)
         self._remove_surplus()
 
     def make_room(self, request: StepRequest) -> bool:
