@@ -69,7 +69,11 @@ class StagedWay:
         self._number: Final = number
         self._ring: Final = ring
         self._size: Final = image.size
-        self._low, self._high = _whole(image)
+        low, high = _whole_blocks(*unit_spans(image.offset, image.length))
+        order = np.flatnonzero(high > low)
+        order = order[np.argsort(low[order], kind="stable")]
+        self._low: Final = low[order]
+        self._high: Final = high[order]
         starts = np.concatenate([[0], self._high])
         ends = np.concatenate([self._low, [image.size]])
         self._rest_offset: Final = starts
@@ -87,21 +91,11 @@ class StagedWay:
         self._is_probed: Final = not bool((self._starts % PROBE).any())
 
     def cut(self, offset: Column, length: Column) -> tuple[Column, Column]:
-        """Return the runs of the file for bytes at ``offset``, cut at the ends of whole blocks."""
-        rank, places = np.arange(len(offset)), offset
-        if len(self._low) and len(offset):
-            inside = np.concatenate([self._low, self._high])
-            order = np.argsort(offset, kind="stable")
-            owner = order[np.searchsorted(offset[order], inside, "right") - 1]
-            fits = (inside > offset[owner]) & (inside < offset[owner] + length[owner])
-            rank = np.concatenate([rank, owner[fits]])
-            places = np.concatenate([places, inside[fits]])
-        sequence = np.lexsort((places, rank))
-        places, rank = places[sequence], rank[sequence]
-        ends = (offset + length)[rank]
-        same = rank[1:] == rank[:-1]
-        ends[:-1][same] = places[1:][same]
-        return places, ends - places
+        """Return the runs of the file for units at ``offset``, cut at the ends of whole blocks."""
+        low, high = _whole_blocks(offset, length)
+        starts = np.stack([offset, low, high], axis=1)
+        sizes = np.stack([low, high, offset + length], axis=1) - starts
+        return starts[sizes > 0], sizes[sizes > 0]
 
     def move(
         self, engine: Engine, segments: Segments, digests: Digests, crcs: Crcs, stop: Stop
@@ -229,10 +223,9 @@ class StagedWay:
             raise self._failure
 
 
-def _whole(image: Image) -> tuple[Column, Column]:
-    """Return the beginnings and the ends of runs of whole blocks of units, in order."""
-    start, length = unit_spans(image.offset, image.length)
+def _whole_blocks(start: Column, length: Column) -> tuple[Column, Column]:
+    """Return the beginning and the end of the whole blocks of each unit; both are its start if they
+    are too few to be written separately."""
     low, high = -(-start // PAGE) * PAGE, (start + length) // PAGE * PAGE
-    kept = high - low >= _WHOLE_MIN
-    order = np.argsort(low[kept], kind="stable")
-    return low[kept][order], high[kept][order]
+    is_short = high - low < _WHOLE_MIN
+    return np.where(is_short, start, low), np.where(is_short, start, high)
