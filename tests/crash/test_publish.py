@@ -18,9 +18,10 @@ import pytest
 from portus.engine.directory import recovery, redo
 from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import FileState
+from portus.engine.media.process import Descriptor
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
-from tests.simulation.crash_folder import CrashFolder, OpenFile, content, step_of
+from tests.simulation.crash_folder import CrashFolder, content, node_of, step_of
 
 STEPS = 5
 
@@ -38,7 +39,7 @@ Scenario = Callable[[CrashFolder, Told], None]
 
 def save(
     system: CrashFolder,
-    files: Publisher[OpenFile],
+    files: Publisher,
     path: str,
     step: int,
     told: Told,
@@ -155,7 +156,7 @@ def removed_by_itself_too_early(system: CrashFolder, told: Told) -> None:
 
 
 def _remove_in_flight(
-    system: CrashFolder, told: Told, files: Publisher[Any], remove: Callable[[str], object]
+    system: CrashFolder, told: Told, files: Publisher, remove: Callable[[str], object]
 ) -> None:
     for step in range(STEPS):
         draft = files.begin(f"/d/step-{step}.pt")
@@ -193,7 +194,7 @@ FILES = ("a.pt", "b.pt", "c.pt")
 
 def save_all(
     system: CrashFolder,
-    files: Publisher[OpenFile],
+    files: Publisher,
     directory: str,
     step: int,
     told: Told,
@@ -474,27 +475,27 @@ def test_a_held_file_that_does_not_verify_is_not_put_back() -> None:
 
 
 class _NoFileSync(CrashFolder):
-    def sync(self, file: OpenFile) -> None:
-        if self._nodes[file.node].is_directory:
+    def sync(self, file: Descriptor) -> None:
+        if self._nodes[node_of(file)].is_directory:
             super().sync(file)
 
 
 class _NoDirectorySync(CrashFolder):
-    def sync(self, file: OpenFile) -> None:
-        if not self._nodes[file.node].is_directory:
+    def sync(self, file: Descriptor) -> None:
+        if not self._nodes[node_of(file)].is_directory:
             super().sync(file)
 
 
 class _NoSpareSync(CrashFolder):
     """What makes a spare out of a removed file syncs nothing."""
 
-    def sync(self, file: OpenFile) -> None:
+    def sync(self, file: Descriptor) -> None:
         if not _called_by("_as_spare", "remove"):
             super().sync(file)
 
 
 class _NoLease(CrashFolder):
-    def is_unused(self, file: OpenFile) -> bool:
+    def is_unused(self, file: Descriptor) -> bool:
         return True
 
 
@@ -551,7 +552,7 @@ def test_the_search_finds_a_marker_that_is_trusted_without_its_files(
 class _NoFolderSync(CrashFolder):
     """The hidden folder's own name is not made durable before the marker counts."""
 
-    def sync(self, file: OpenFile) -> None:
+    def sync(self, file: Descriptor) -> None:
         if not (_called_by("sync_hidden") and self.path_of(file) == "/d/new"):
             super().sync(file)
 

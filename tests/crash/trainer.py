@@ -143,7 +143,7 @@ def snapshot(model: str, step: int) -> Snapshot:
         length=np.array(LENGTHS, np.int64),
         late=np.array(late),
         steady=np.array(steady),
-        alive=arrays,
+        owners=arrays,
     )
 
 

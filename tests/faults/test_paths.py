@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from portus.engine.directory.system import Linux, System
+from portus.engine.directory import file_draft
+from portus.engine.directory.system import Linux
 from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
-from portus.engine.paths import process, saver
+from portus.engine.paths import process
 from portus.engine.paths.process import load, save
 from portus.engine.writer import staged_way
 from portus.errors import MediumError
@@ -27,7 +28,7 @@ from portus.errors import MediumError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
 
 STEPS = 5
-CALLS = sorted(name for name in vars(System) if not name.startswith("_"))
+CALLS = sorted(name for name in vars(Linux) if not name.startswith("_"))
 NEVER = {"close", "path_of", "status", "is_unused", "is_whole"}
 """Calls of which the kernel does not fail, or whose failure means no."""
 
@@ -96,7 +97,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     told: dict[str, int] = {}
     weight = torch.zeros(40_000)
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "Linux", lambda: Failing(injector))
+        patched.setattr(file_draft, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
         patched.setattr(staged_way, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):

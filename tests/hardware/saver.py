@@ -104,7 +104,7 @@ def _snapshot(step: int) -> Snapshot:
         length=np.array(LENGTHS, np.int64),
         late=np.array([index % 2 == 0 for index in range(len(LENGTHS))]),
         steady=np.array([index == FROZEN for index in range(len(LENGTHS))]),
-        alive=arrays,
+        owners=arrays,
         keep=KEEP,
     )
 

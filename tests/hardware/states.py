@@ -47,7 +47,6 @@ def snapshot_of(
         length=lengths,
         late=np.ones(len(state), np.bool_),
         steady=np.zeros(len(state), np.bool_),
-        alive=state,
         owners=state if owners is None else owners,
     )
 

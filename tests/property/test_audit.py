@@ -175,7 +175,7 @@ class Search:
             steady=np.zeros(len(order.late), np.bool_),
             guarded=order.guarded,
             changes=joined.changes,
-            alive=joined.storages,
+            owners=joined.storages,
             exposed=order.exposed,
             keep=Keep(last=1),
         )

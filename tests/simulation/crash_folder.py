@@ -1,8 +1,8 @@
 """Directories in memory that can crash: what a power cut may leave of names and of bytes.
 
-``CrashFolder`` is a ``System``, as files are published on. Each call is an *event*; a ``Crash``
-is raised before the one that ``stop`` names. Then ``kill`` gives the directories as another process
-finds them, and ``power_losses`` what a disk may have kept:
+``CrashFolder`` has the calls of ``Linux``, by which files are published. Each call is an *event*; a
+``Crash`` is raised before the one that ``stop`` names. Then ``kill`` gives the directories as
+another process finds them, and ``power_losses`` what a disk may have kept:
 
 * changes of names, each by itself, of those that no sync covered: a rename is one change;
 * bytes, sector by sector, of those that no sync covered.
@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from portus.engine.directory.system import FileState
+from portus.engine.directory.system import FileState, Linux
+from portus.engine.media.process import Descriptor
 from portus.errors import MediumError
 from tests.simulation.crash import Crash
 
@@ -62,19 +63,19 @@ class _Change:
     entries: tuple[tuple[int, str, int | None], ...]
 
 
-@dataclass(eq=False)
-class OpenFile:
-    """An open file or directory."""
+class OpenFile(Descriptor):
+    """An open file or directory: a descriptor of nothing."""
 
-    node: int
-    is_open: bool = True
+    def __init__(self, node: int) -> None:
+        self.node = node
+        self.is_open = True
 
 
 def _copied(names: dict[int, dict[str, int]]) -> dict[int, dict[str, int]]:
     return {number: each.copy() for number, each in names.items()}
 
 
-class CrashFolder:
+class CrashFolder(Linux):
     """See the module. ``stop``: the number of the event before which ``Crash`` is raised."""
 
     def __init__(self, stop: int | None = None) -> None:
@@ -85,10 +86,10 @@ class CrashFolder:
         self._nodes: dict[int, _Node] = {1: _Node(True)}
         self._durable: dict[int, dict[str, int]] = {1: {}}
         self._pending: list[_Change] = []
-        self._locks: dict[int, OpenFile] = {}
+        self._locks: dict[int, Descriptor] = {}
         self._opened: list[OpenFile] = []
 
-    def is_whole(self, file: OpenFile, path: str) -> bool:
+    def is_whole(self, file: Descriptor, path: str) -> bool:
         return step_of(self.data_of(file)) is not None
 
     # For tests.
@@ -131,9 +132,9 @@ class CrashFolder:
         self._opened.append(opened)
         return opened
 
-    def data_of(self, opened: OpenFile) -> bytes:
+    def data_of(self, opened: Descriptor) -> bytes:
         """Return what a reader sees."""
-        return self._nodes[opened.node].data
+        return self._nodes[node_of(opened)].data
 
     def kill(self) -> CrashFolder:
         """Return what the next process finds after ``kill -9``."""
@@ -191,149 +192,150 @@ class CrashFolder:
 
     # The system.
 
-    def open_directory(self, path: str) -> OpenFile:
-        """See ``System``."""
+    def open_directory(self, path: str) -> Descriptor:
+        """See ``Linux``."""
         return self._handle(self._find(path))
 
-    def open_folder(self, directory: OpenFile, name: str, *, create: bool) -> OpenFile | None:
-        """See ``System``."""
-        number = self._nodes[directory.node].names.get(name)
+    def open_folder(self, directory: Descriptor, name: str, *, create: bool) -> Descriptor | None:
+        """See ``Linux``."""
+        number = self._nodes[node_of(directory)].names.get(name)
         if number is None:
             if not create:
                 return None
             number = self._add(True)
-            self._change("mkdir", (directory.node, name, number))
+            self._change("mkdir", (node_of(directory), name, number))
         return self._handle(number)
 
-    def create(self, directory: OpenFile, name: str) -> OpenFile:
-        """See ``System``."""
+    def create(self, directory: Descriptor, name: str) -> Descriptor:
+        """See ``Linux``."""
         self._event(f"create {name}")
-        if name in self._nodes[directory.node].names:
+        if name in self._nodes[node_of(directory)].names:
             raise MediumError(errno.EEXIST, f"{name}: exists")
         number = self._add(False)
-        self._enter((directory.node, name, number))
+        self._enter((node_of(directory), name, number))
         return self._handle(number)
 
-    def open(self, directory: OpenFile, name: str, *, writable: bool) -> OpenFile | None:
-        """See ``System``."""
-        number = self._nodes[directory.node].names.get(name)
+    def open(self, directory: Descriptor, name: str, *, writable: bool) -> Descriptor | None:
+        """See ``Linux``."""
+        number = self._nodes[node_of(directory)].names.get(name)
         return None if number is None else self._handle(number)
 
-    def close(self, file: OpenFile) -> None:
-        """See ``System``."""
+    def close(self, file: Descriptor) -> None:
+        """See ``Linux``."""
+        assert isinstance(file, OpenFile)
         file.is_open = False
-        if self._locks.get(file.node) is file:
-            del self._locks[file.node]
+        if self._locks.get(node_of(file)) is file:
+            del self._locks[node_of(file)]
         if file in self._opened:
             self._opened.remove(file)
 
-    def read(self, file: OpenFile, length: int) -> bytes:
-        """See ``System``."""
-        return self._nodes[file.node].data[:length]
+    def read(self, file: Descriptor, length: int) -> bytes:
+        """See ``Linux``."""
+        return self._nodes[node_of(file)].data[:length]
 
-    def write(self, file: OpenFile, data: bytes) -> None:
-        """See ``System``. The file has nothing else then."""
+    def write(self, file: Descriptor, data: bytes) -> None:
+        """See ``Linux``. The file has nothing else then."""
         half = len(data) // 2
         for end in (half, len(data)):
             self._event(f"write {end} bytes")
-            node = self._nodes[file.node]
+            node = self._nodes[node_of(file)]
             node.data = data[:end] + (node.data[end : len(data)] if end == half else b"")
             node.changed_ns = self.events
 
-    def sync(self, file: OpenFile) -> None:
-        """See ``System``."""
-        node = self._nodes[file.node]
+    def sync(self, file: Descriptor) -> None:
+        """See ``Linux``."""
+        node = self._nodes[node_of(file)]
         self._event("sync directory" if node.is_directory else "sync file")
         if not node.is_directory:
             node.stored = node.data
             return
         kept = []
         for change in self._pending:
-            if any(directory == file.node for directory, _, _ in change.entries):
+            if any(directory == node_of(file) for directory, _, _ in change.entries):
                 for directory, name, number in change.entries:
                     self._enter_durable(directory, name, number)
             else:
                 kept.append(change)
         self._pending = kept
 
-    def status(self, file: OpenFile) -> FileState:
-        """See ``System``."""
-        return self._status(file.node)
+    def status(self, file: Descriptor) -> FileState:
+        """See ``Linux``."""
+        return self._status(node_of(file))
 
-    def look(self, directory: OpenFile, name: str) -> FileState | None:
-        """See ``System``."""
-        number = self._nodes[directory.node].names.get(name)
+    def look(self, directory: Descriptor, name: str) -> FileState | None:
+        """See ``Linux``."""
+        number = self._nodes[node_of(directory)].names.get(name)
         return None if number is None else self._status(number)
 
-    def set_mode(self, file: OpenFile, mode: int) -> None:
-        """See ``System``."""
-        self._nodes[file.node].mode = mode
+    def set_mode(self, file: Descriptor, mode: int) -> None:
+        """See ``Linux``."""
+        self._nodes[node_of(file)].mode = mode
 
-    def names(self, directory: OpenFile) -> list[str]:
-        """See ``System``."""
-        return list(self._nodes[directory.node].names)
+    def names(self, directory: Descriptor) -> list[str]:
+        """See ``Linux``."""
+        return list(self._nodes[node_of(directory)].names)
 
-    def path_of(self, directory: OpenFile) -> str | None:
-        """See ``System``."""
-        if directory.node == 1:
+    def path_of(self, directory: Descriptor) -> str | None:
+        """See ``Linux``."""
+        if node_of(directory) == 1:
             return "/"
         for number, node in self._nodes.items():
             for name, each in node.names.items():
-                if each == directory.node:
+                if each == node_of(directory):
                     parent = self.path_of(OpenFile(number))
                     return None if parent is None else os.path.join(parent, name)
         return None
 
-    def link(self, source: tuple[OpenFile, str], target: tuple[OpenFile, str]) -> None:
-        """See ``System``."""
+    def link(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
+        """See ``Linux``."""
         number = self._entry(source)
-        if target[1] in self._nodes[target[0].node].names:
+        if target[1] in self._nodes[node_of(target[0])].names:
             raise MediumError(errno.EEXIST, f"{target[1]}: exists")
-        self._change(f"link {target[1]}", (target[0].node, target[1], number))
+        self._change(f"link {target[1]}", (node_of(target[0]), target[1], number))
 
-    def note(self, directory: OpenFile, name: str, text: bytes) -> None:
-        """See ``System``. Its bytes come and go with its name."""
-        if name in self._nodes[directory.node].names:
+    def note(self, directory: Descriptor, name: str, text: bytes) -> None:
+        """See ``Linux``. Its bytes come and go with its name."""
+        if name in self._nodes[node_of(directory)].names:
             raise MediumError(errno.EEXIST, f"{name}: exists")
         number = self._add(False)
         self._nodes[number].data = self._nodes[number].stored = text
-        self._change(f"note {name}", (directory.node, name, number))
+        self._change(f"note {name}", (node_of(directory), name, number))
 
-    def read_link(self, directory: OpenFile, name: str) -> bytes | None:
-        """See ``System``."""
-        number = self._nodes[directory.node].names.get(name)
+    def read_link(self, directory: Descriptor, name: str) -> bytes | None:
+        """See ``Linux``."""
+        number = self._nodes[node_of(directory)].names.get(name)
         return None if number is None else self._nodes[number].data
 
-    def rename(self, source: tuple[OpenFile, str], target: tuple[OpenFile, str]) -> None:
-        """See ``System``. Two names of one file stay as they are, as POSIX has it."""
+    def rename(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
+        """See ``Linux``. Two names of one file stay as they are, as POSIX has it."""
         number = self._entry(source)
-        if self._nodes[target[0].node].names.get(target[1]) != number:
+        if self._nodes[node_of(target[0])].names.get(target[1]) != number:
             self._change(
                 f"rename {source[1]} to {target[1]}",
-                (target[0].node, target[1], number),
-                (source[0].node, source[1], None),
+                (node_of(target[0]), target[1], number),
+                (node_of(source[0]), source[1], None),
             )
 
-    def unlink(self, directory: OpenFile, name: str) -> None:
-        """See ``System``."""
-        if name in self._nodes[directory.node].names:
-            self._change(f"unlink {name}", (directory.node, name, None))
+    def unlink(self, directory: Descriptor, name: str) -> None:
+        """See ``Linux``."""
+        if name in self._nodes[node_of(directory)].names:
+            self._change(f"unlink {name}", (node_of(directory), name, None))
 
-    def remove_folder(self, directory: OpenFile, name: str) -> bool:
-        """See ``System``."""
-        number = self._nodes[directory.node].names.get(name)
+    def remove_folder(self, directory: Descriptor, name: str) -> bool:
+        """See ``Linux``."""
+        number = self._nodes[node_of(directory)].names.get(name)
         if number is None or self._nodes[number].names:
             return False
-        self._change(f"rmdir {name}", (directory.node, name, None))
+        self._change(f"rmdir {name}", (node_of(directory), name, None))
         return True
 
-    def lock(self, file: OpenFile) -> bool:
-        """See ``System``."""
-        return self._locks.setdefault(file.node, file) is file
+    def lock(self, file: Descriptor) -> bool:
+        """See ``Linux``."""
+        return self._locks.setdefault(node_of(file), file) is file
 
-    def is_unused(self, file: OpenFile) -> bool:
-        """See ``System``."""
-        return not any(each.node == file.node and each is not file for each in self._opened)
+    def is_unused(self, file: Descriptor) -> bool:
+        """See ``Linux``."""
+        return not any(each.node == node_of(file) and each is not file for each in self._opened)
 
     def _event(self, text: str) -> None:
         self.events += 1
@@ -382,8 +384,8 @@ class CrashFolder:
         kind = stat.S_IFDIR if node.is_directory else stat.S_IFREG
         return FileState((1, number), links, len(node.data), kind | node.mode, node.changed_ns)
 
-    def _entry(self, place: tuple[OpenFile, str]) -> int:
-        number = self._nodes[place[0].node].names.get(place[1])
+    def _entry(self, place: tuple[Descriptor, str]) -> int:
+        number = self._nodes[node_of(place[0])].names.get(place[1])
         if number is None:
             raise MediumError(errno.ENOENT, f"{place[1]}: not there")
         return number
@@ -400,6 +402,11 @@ class CrashFolder:
                 raise MediumError(errno.ENOENT, f"{path}: not there")
             number = found
         return number
+
+
+def node_of(file: Descriptor) -> int:
+    assert isinstance(file, OpenFile), "every call is of this class"
+    return file.node
 
 
 def _telling(axes: int, source: random.Random, samples: int) -> Iterator[tuple[bool, ...]]:

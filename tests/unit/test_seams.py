@@ -16,9 +16,7 @@ SHIPPED = ("core/portus", "portus_accelerate", "portus_lightning")
 KIT = "core/portus/testing"
 
 ONE_IMPLEMENTATION = {
-    "core/portus/engine/directory/system.py: System": "tests replace the disk, which crashes",
     "core/portus/engine/pipeline/plan.py: Previous": "of pools, which the engine may not import",
-    "core/portus/engine/writer/image_file.py: DurableFiles": "of publishers, on a floor above",
     "core/portus/reach/media/pool.py: FileSystem": "tests replace the disk, which crashes",
     "core/portus/reach/media/space.py: Space": "tests replace the memory, which crashes",
 }

@@ -7,13 +7,13 @@ import logging
 import pytest
 
 from portus.engine.job.settings import Settings
-from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
+from portus.engine.pipeline.handle import EndedSave, SaveHandle, SaveStats
 from portus.errors import AbandonedError, MediumError, PortusError
 from portus.reach.dcp.rank_files import RankSave, RankSaves
 
 
 def failed(error: PortusError) -> SaveHandle:
-    return SaveHandle(RefusedSave(error, SaveStats()))
+    return SaveHandle(EndedSave(error, SaveStats()))
 
 
 def test_a_failure_is_told_once_and_says_whether_it_only_followed_from_another() -> None:

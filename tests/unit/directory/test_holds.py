@@ -8,10 +8,9 @@ from pathlib import Path
 
 from portus.engine.directory.publisher import Publication, Publisher
 from portus.engine.directory.system import Linux
-from portus.engine.media.process import Descriptor
 
 
-def draft(files: Publisher[Descriptor], tmp_path: Path, step: int) -> Publication[Descriptor]:
+def draft(files: Publisher, tmp_path: Path, step: int) -> Publication:
     """A checkpoint directory in the making, of two files."""
     place = tmp_path / f"step_{step}"
     place.mkdir()

@@ -12,17 +12,16 @@ from portus.engine.directory import publisher
 from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import Linux
 from portus.engine.media import linux
-from portus.engine.media.process import Descriptor
 
 NFS = 0x6969
 
 
 @pytest.fixture
-def files() -> Publisher[Descriptor]:
+def files() -> Publisher:
     return Publisher(Linux())
 
 
-def save(files: Publisher[Descriptor], path: Path, **more: Any) -> bool:
+def save(files: Publisher, path: Path, **more: Any) -> bool:
     """Whether it went into a spare."""
     draft = files.begin(os.fspath(path), **more)
     files._system.write(draft.files[0].file, path.name.encode())
@@ -33,7 +32,7 @@ def save(files: Publisher[Descriptor], path: Path, **more: Any) -> bool:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_removed_file_is_written_over_where_this_kernel_sees_every_reader(
-    files: Publisher[Descriptor],
+    files: Publisher,
     elsewhere: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -54,7 +53,7 @@ def test_a_removed_file_is_written_over_where_this_kernel_sees_every_reader(
 
 
 def test_of_files_that_others_remove_the_newest_are_watched_and_none_after_the_end(
-    files: Publisher[Descriptor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "WATCHED_MAX", 2)
     for step in range(5):
@@ -72,10 +71,10 @@ def test_of_files_that_others_remove_the_newest_are_watched_and_none_after_the_e
 
 
 def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
-    files: Publisher[Descriptor], tmp_path: Path
+    files: Publisher, tmp_path: Path
 ) -> None:
     save(files, tmp_path / "0.pt", removed_elsewhere=True)
-    files._watched[0].record.file.close()  # as its death does: the lock is gone
+    files._watched[0].file.close()  # as its death does: the lock is gone
     os.unlink(tmp_path / "0.pt")
     after = Publisher(Linux())
     after.recover(os.fspath(tmp_path))

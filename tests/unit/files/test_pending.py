@@ -20,7 +20,7 @@ import pytest
 from portus.engine.files.pending import PENDING, PendingPaths
 from portus.engine.media import process
 from portus.engine.media.process import Descriptor
-from portus.engine.pipeline.handle import RefusedSave, SaveStats
+from portus.engine.pipeline.handle import EndedSave, SaveStats
 from portus.errors import PortusError
 from tests.warm import in_process
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are writt
 WAIT_S_MAX = 30.0
 
 
-class Saving(RefusedSave):
+class Saving(EndedSave):
     """A save that is over when ``wait`` returns."""
 
     def __init__(self, wait: Callable[[], object]) -> None:

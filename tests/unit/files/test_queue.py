@@ -79,7 +79,7 @@ def test_a_place_is_given_back_once_and_not_while_work_is_on_it() -> None:
     assert not any(queue.dismiss(place) for place in places)
     assert not queue.admit(Turn(), 0.01)
     gate.set()
-    assert queue.drain(5)
+    assert queue.catch_up(5)
     assert all(queue.dismiss(place) for place in places)
     for _ in range(SAVES_MAX):
         assert queue.admit(Turn(), 0)
@@ -101,7 +101,7 @@ def test_who_catches_up_does_not_wait_for_what_is_put_meanwhile() -> None:
 
     queue.put(First(put_more))
     assert queue.catch_up(60)
-    assert not queue.drain(0.01)
+    assert not queue.catch_up(0.01)
     gate.set()
     queue.close()
     assert later.ran.is_set()
@@ -118,14 +118,14 @@ def test_whoever_waits_hurries_what_is_before_him() -> None:
     assert not queue.admit(Turn(), 0.01)
     assert (first.hurried, second.hurried) == (True, False)
     queue.put(third)
-    assert not queue.drain(0.01)
+    assert not queue.catch_up(0.01)
     assert second.hurried
     assert third.hurried
     gate.set()
     queue.close()
 
 
-@pytest.mark.parametrize("wait", ["drain", "close"])
+@pytest.mark.parametrize("wait", ["catch_up", "close"])
 def test_work_put_when_ctrl_c_kept_its_thread_from_starting_still_runs(
     monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_dying_thread_ends_everything_that_waits_for_it_and_the_next_work_runs
         queue.admit(place)
         queue.put(work, place)
     gate.set()
-    assert queue.drain(5)
+    assert queue.catch_up(5)
     assert isinstance(dead.ended[0], SystemExit)
     assert isinstance(waiting.ended[0], SystemExit)
     after = _Work()

@@ -10,15 +10,15 @@ import pytest
 
 from portus.engine.files.queue import Errand, Queue
 from portus.engine.job.reports import Reports
-from portus.engine.pipeline.handle import RefusedSave, SaveStats
+from portus.engine.pipeline.handle import EndedSave, SaveStats
 from portus.errors import AbandonedError, MediumError, PortusError
 
 WAIT_S = 10.0
 WARNED = "a save failed; training continues"
 
 
-def failed(error: PortusError) -> RefusedSave:
-    return RefusedSave(error, SaveStats())
+def failed(error: PortusError) -> EndedSave:
+    return EndedSave(error, SaveStats())
 
 
 def full() -> MediumError:

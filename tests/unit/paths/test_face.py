@@ -290,14 +290,14 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_next_call(
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        process._savers[0].shared.queue.drain()
+        process._savers[0].shared.queue.catch_up()
         with pytest.raises(MediumError, match="the disk"):  # nothing was saved ever
             save({}, "run.pt")
     save({}, "run.pt").wait()
     with monkeypatch.context() as patched:
         patched.setattr(ImageFile, "finish", fails)
         save({}, "run.pt")
-        process._savers[0].shared.queue.drain()
+        process._savers[0].shared.queue.catch_up()
     with caplog.at_level(logging.WARNING, logger="portus"):
         save({}, "run.pt").wait()
     assert "a save failed; training continues: [Errno 5] run.pt: the disk" in caplog.text

@@ -131,7 +131,7 @@ class Bench:
             length=np.array([a.nbytes for a in arrays], np.int64),
             late=np.full(len(arrays), late),
             steady=steady,
-            alive=arrays,
+            owners=arrays,
             keep=self.keep,
         )
         draft = tabled(PoolDraft(self.pool, snapshot.length), snapshot.length.tolist())

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from portus.engine.media import calls
-from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
+from portus.engine.pipeline.handle import EndedSave, SaveHandle, SaveStats
 from portus.engine.spec import VersionInfo
 from portus.errors import MediumError, PortusError, UsageError
 
@@ -28,7 +28,7 @@ class Going:
 
 def test_a_save_that_was_refused_is_to_be_reported_until_somebody_heard_of_it() -> None:
     error = MediumError("no space")
-    save = RefusedSave(error, SaveStats())
+    save = EndedSave(error, SaveStats())
     handle = SaveHandle(save)
     assert (handle.done, handle.committed, save.reported) == (True, False, False)
     handle.join()
@@ -67,5 +67,5 @@ def test_a_handler_that_interrupted_portus_waits_for_no_save_that_goes_on() -> N
 
 
 def test_a_handler_that_interrupted_portus_hears_of_a_save_that_is_over() -> None:
-    [error] = within_a_call(SaveHandle(RefusedSave(MediumError("full"), SaveStats())).wait)
+    [error] = within_a_call(SaveHandle(EndedSave(MediumError("full"), SaveStats())).wait)
     assert isinstance(error, MediumError)

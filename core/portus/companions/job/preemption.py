@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from portus.companions.job.exchange import standing
-from portus.engine.pipeline import commits
+from portus.engine.pipeline import handle
 from portus.engine.settings.fits import parse_seconds
 from portus.errors import UsageError
 
@@ -464,7 +464,7 @@ def _in_background(level: int, message: str, *values: object) -> threading.Threa
 
 
 def _newest_text() -> str:
-    newest = commits.newest()
+    newest = handle.newest()
     if newest is None:
         return "the one that this run began with: this process has committed none"
     return f"step {newest.step} of model {newest.model!r}"

@@ -13,10 +13,11 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Generic
+from typing import Final
 
-from portus.engine.directory.system import File, System
-from portus.errors import MediumError
+from portus.engine.directory.system import Linux
+from portus.engine.media.process import Descriptor
+from portus.errors import MediumError, printable
 
 FOLDER: Final = ".portus"
 
@@ -55,69 +56,34 @@ def path_name(hold: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class LockedRecord(Generic[File]):
+class LockedRecord:
     """The locked record of a save of this process."""
 
     token: str
     name: str
-    file: File
+    file: Descriptor
 
 
-class OpenDirectory(Generic[File]):
-    """A directory of checkpoints, held by descriptor. ``base``: the directory whose hidden folder
-    has the drafts for it."""
-
-    def __init__(self, system: System[File], path: str, base: str) -> None:
-        self.system: Final = system
-        self.file: Final = system.open_directory(path)
-        self.base: Final = base
-        self._is_anchored = False
-
-    def sync(self) -> None:
-        """Make the names in the directory durable, and its own, once: it may be as new."""
-        self.system.sync(self.file)
-        where = None if self._is_anchored else self.system.path_of(self.file)
-        self._is_anchored = True
-        if where is None:
-            return
-        try:
-            # A sync of a directory makes the names in it durable, not its own name above.
-            parent = self.system.open_directory(os.path.dirname(where))
-        except MediumError:
-            return  # not readable: it is older, and another user's
-        try:
-            self.system.sync(parent)
-        finally:
-            self.system.close(parent)
-
-    def describe(self) -> str:
-        """Return its path, for messages."""
-        return self.system.path_of(self.file) or "a deleted directory"
-
-    def close(self) -> None:
-        self.system.close(self.file)
-
-
-class HiddenFolder(Generic[File]):
+class HiddenFolder:
     """The hidden folder of the directory ``base``, which is held by descriptor. It is made when
     needed, and has the drafts of files in that directory, or in some below it."""
 
-    def __init__(self, system: System[File], path: str) -> None:
+    def __init__(self, system: Linux, path: str) -> None:
         self.system: Final = system
         self.base: Final = system.open_directory(path)
-        self._hidden: File | None = None
+        self._hidden: Descriptor | None = None
         self._is_new = False
-        self.is_left = False
-        """True once this process left something in it to recover."""
+        self.is_left = True
+        """True if processes may have left something in it to recover."""
 
     @property
-    def folder(self) -> File | None:
+    def folder(self) -> Descriptor | None:
         """The hidden folder, if it exists."""
         if self._hidden is None:
             self._hidden = self.system.open_folder(self.base, FOLDER, create=False)
         return self._hidden
 
-    def make(self) -> File:
+    def make(self) -> Descriptor:
         """Return the hidden folder; create it if it does not exist."""
         hidden = self.folder
         if hidden is None:
@@ -126,7 +92,7 @@ class HiddenFolder(Generic[File]):
             self._hidden, self._is_new = hidden, True
         return hidden
 
-    def claim(self) -> LockedRecord[File]:
+    def claim(self) -> LockedRecord:
         """Create the record of a new save, locked by this process."""
         for _ in range(_TRIES):
             hidden = self.make()
@@ -149,7 +115,8 @@ class HiddenFolder(Generic[File]):
                     self.system.close(file)
             if is_ours:
                 return LockedRecord(token, name, file)
-        raise MediumError(None, f"{self.describe()}: no record of a save could be locked")
+        where = printable(self.path() or FOLDER)
+        raise MediumError(None, f"{where}: no record of a save could be locked")
 
     def in_flight(self) -> dict[str, list[bytes]]:
         """Return the saves in flight here, of any process: the files that each is to make, by their
@@ -214,7 +181,7 @@ class HiddenFolder(Generic[File]):
             self.system.sync(self.base)
             self._is_new = False
 
-    def path_of_base(self) -> str | None:
+    def path(self) -> str | None:
         """Return the present path of the directory; None if it was deleted."""
         return self.system.path_of(self.base)
 
@@ -223,8 +190,12 @@ class HiddenFolder(Generic[File]):
         try:
             self.remove_if_empty()
         finally:
-            self.forget()
-            self.system.close(self.base)
+            self.leave()
+
+    def leave(self) -> None:
+        """Close both directories, and change nothing."""
+        self.forget()
+        self.system.close(self.base)
 
     def forget(self) -> None:
         """Close the hidden folder: it was deleted, and the next save makes another one."""
@@ -232,14 +203,10 @@ class HiddenFolder(Generic[File]):
         if hidden is not None:
             self.system.close(hidden)
 
-    def describe(self) -> str:
-        """Return the path of the directory, for messages."""
-        return self.system.path_of(self.base) or "a deleted directory"
-
-    def _lock_all(self, hidden: File, names: list[str]) -> list[File] | None:
+    def _lock_all(self, hidden: Descriptor, names: list[str]) -> list[Descriptor] | None:
         """Open and lock all of some files; return None if another process has one of them, or this
         one, or all are gone."""
-        files: list[File] = []
+        files: list[Descriptor] = []
         for name in names:
             file = self.system.open(hidden, name, writable=False)
             if file is None:
@@ -252,6 +219,41 @@ class HiddenFolder(Generic[File]):
                 return None
         return files or None
 
-    def _is_at(self, hidden: File, name: str, file: File) -> bool:
+    def _is_at(self, hidden: Descriptor, name: str, file: Descriptor) -> bool:
         there = self.system.look(hidden, name)
         return there is not None and there.identity == self.system.status(file).identity
+
+
+class OpenDirectory:
+    """A directory of checkpoints, held by descriptor. ``folder``: the one that has the drafts for
+    it. Raises ``MediumError``."""
+
+    def __init__(self, folder: HiddenFolder, path: str) -> None:
+        self.folder: Final = folder
+        self.system: Final = folder.system
+        self.file: Final = self.system.open_directory(path)
+        self._is_anchored = False
+
+    def path(self) -> str | None:
+        """Return its present path; None if it was deleted."""
+        return self.system.path_of(self.file)
+
+    def sync(self) -> None:
+        """Make the names in the directory durable, and its own, once: it may be as new."""
+        self.system.sync(self.file)
+        where = None if self._is_anchored else self.path()
+        self._is_anchored = True
+        if where is None:
+            return
+        try:
+            # A sync of a directory makes the names in it durable, not its own name above.
+            parent = self.system.open_directory(os.path.dirname(where))
+        except MediumError:
+            return  # not readable: it is older, and another user's
+        try:
+            self.system.sync(parent)
+        finally:
+            self.system.close(parent)
+
+    def close(self) -> None:
+        self.system.close(self.file)

@@ -29,14 +29,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import re
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Generic
+from typing import Final
 
 from portus.engine.directory import redo
 from portus.engine.directory.folder import (
@@ -53,11 +53,10 @@ from portus.engine.directory.folder import (
 )
 from portus.engine.directory.recovery import recover, restore
 from portus.engine.directory.redo import Move
-from portus.engine.directory.system import File, FileState, System
+from portus.engine.directory.system import FileState, Linux
+from portus.engine.media.process import Descriptor
 from portus.engine.pipeline.request import SaveRequest
 from portus.errors import MediumError, printable
-
-_log: Final = logging.getLogger("portus")
 
 SERIES_MAX: Final = 16
 """Series whose newest file, or directory, is remembered."""
@@ -77,68 +76,52 @@ _DIGITS: Final = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class _NewestFile(Generic[File]):
-    """The newest committed file of a series. ``name``: empty for a directory, with all files."""
+class _CommittedFile:
+    """A committed file. ``name``: empty for a directory, with all files."""
 
-    directory: OpenDirectory[File]
+    directory: OpenDirectory
     name: str
-    identity: tuple[int, int]
+    state: FileState
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold(Generic[File]):
-    """A hidden link to a committed file."""
+class _Hold:
+    """A hidden link to a committed file, which the record of a draft protects."""
 
+    folder: HiddenFolder
     name: str
-    of: _NewestFile[File]
+    of: _CommittedFile
 
 
 @dataclass(frozen=True, slots=True)
-class _WatchedFile(Generic[File]):
-    """A hidden link to a committed file that another process is to remove."""
+class _LockedHold(_Hold):
+    """A hidden link whose file is open and locked, so that no start takes it for a leftover: a
+    spare, or a link to a file that may become one."""
 
-    folder: HiddenFolder[File]
-    record: LockedRecord[File]
-    hold: _Hold[File]
-
-
-@dataclass(frozen=True, slots=True)
-class _Spare(Generic[File]):
-    """A removed file under a hidden name, locked and ready to be overwritten."""
-
-    folder: HiddenFolder[File]
-    name: str
-    series: str
-    file: File
-    status: FileState
+    file: Descriptor
 
 
-class Publisher(Generic[File]):
-    """The files that this process publishes. Threads may share it.
+class Publisher:
+    """The files that this process publishes. Threads may share it."""
 
-    spares: whether removed files are reused. Not on file systems that are exported or shared
-        with a host, whose readers the kernel does not know.
-    """
-
-    def __init__(self, system: System[File], *, spares: bool = True) -> None:
+    def __init__(self, system: Linux) -> None:
         self._system: Final = system
-        self._reuses: Final = spares
         self._lock: Final = threading.RLock()  # reentrant: ``begin`` abandons a draft under it
-        self._folders: Final[list[HiddenFolder[File]]] = []
+        self._folders: Final[list[HiddenFolder]] = []
         """Open folders: those of drafts and spares."""
-        self._directories: Final[list[OpenDirectory[File]]] = []
+        self._directories: Final[list[OpenDirectory]] = []
         """Open directories: those of drafts, and of the newest files."""
-        self._drafts: Final[list[Publication[File]]] = []
-        self._newest: Final[dict[str, _NewestFile[File]]] = {}
+        self._drafts: Final[list[Publication]] = []
+        self._newest: Final[dict[str, _CommittedFile]] = {}
         self._written: Final[set[tuple[int, int]]] = set()
         """Identities of the files that this process committed and has not removed."""
-        self._watched: Final[list[_WatchedFile[File]]] = []
-        self._spares: Final[list[_Spare[File]]] = []
+        self._watched: Final[list[_LockedHold]] = []
+        self._spares: Final[list[_LockedHold]] = []
         self._spares_max = 1
 
     def begin(
         self, *paths: str, base: str | None = None, removed_elsewhere: bool = False
-    ) -> Publication[File]:
+    ) -> Publication:
         """Return drafts of the files that are to be at ``paths``, absolute, without links, and in
         one directory. base: a directory above it, on the same file system, whose hidden folder has
         the drafts; None: that directory itself. removed_elsewhere: another process will remove the
@@ -150,12 +133,10 @@ class Publisher(Generic[File]):
         where = os.path.dirname(paths[0])
         names = [os.path.relpath(path, where) for path in paths]
         with self._lock:
-            folder = self._folder(base or where)
             series = _series(names[0] if len(names) == 1 else f"{os.path.basename(where)}/")
             directory = self._directory(where, base or where)
-            draft = Publication(
-                self, folder, directory, folder.claim(), names, series, removed_elsewhere
-            )
+            record = directory.folder.claim()
+            draft = Publication(self, directory, record, names, series, removed_elsewhere)
             self._drafts.append(draft)
             self._spares_max = max(len(each.names) for each in self._drafts)
             try:
@@ -171,7 +152,7 @@ class Publisher(Generic[File]):
         """Restore files that a process that ended had removed too early from ``directory``, and
         remove its remains there. Raises ``MediumError``."""
         with self._lock:
-            self._folder(directory)
+            self._directory(directory, directory)
             self._close_unused()
 
     def remove(self, path: str) -> bool:
@@ -179,50 +160,36 @@ class Publisher(Generic[File]):
         becomes the spare. Raises ``MediumError``."""
         where, name = os.path.split(path)
         with self._lock:
-            directory = self._directory(where, self._base_above(where))
-            folder = self._folder(directory.base)
-            status = self._system.look(directory.file, name)
-            if status is None:
+            directory = self._directory(where)
+            state = self._system.look(directory.file, name)
+            if state is None:
                 self._close_unused()
                 return False
-            self._let_go(status.identity, self._system.status(directory.file).identity)
-            kept = self._may_keep(status)
-            record = None
-            if kept:
+            self._let_go(state.identity, self._system.status(directory.file).identity)
+            kept = None
+            if self._may_keep(state):
                 with contextlib.suppress(MediumError):  # a full disk: then it is no spare
-                    record = folder.claim()
-            hidden = None if record is None else hidden_name(record.token, HOLD)
-            if record is not None and hidden is not None:
-                try:
-                    # Before the unlink: without a second name the blocks would be freed. If the
-                    # process is killed here, a start finds a hold without a draft, and removes it.
-                    self._system.link((directory.file, name), (folder.make(), hidden))
-                except MediumError:
-                    hidden = None
+                    # Before the unlink: without a second name the blocks would be freed.
+                    kept = self._link_locked(_CommittedFile(directory, name, state))
             self._system.unlink(directory.file, name)
-            if hidden is not None:
-                committed = _NewestFile(directory, name, status.identity)
-                self._release(folder, _Hold(hidden, committed))
-            if record is not None:
-                self._drop(folder, record)
+            if kept is not None:
+                self._release(kept)
             self._system.sync(directory.file)
-            if all(spare.status.identity != status.identity for spare in self._spares):
-                self._written.discard(status.identity)
+            if all(spare.of.state.identity != state.identity for spare in self._spares):
+                self._written.discard(state.identity)
             self._close_unused()
             return True
 
     def _let_go(self, file: tuple[int, int], directory: tuple[int, int]) -> None:
         """Release drafts' holds of a file that is about to be removed, unless it is the newest:
         otherwise its space would not be free before they end, and they may need it."""
-        if not {file, directory} & {each.identity for each in self._newest.values()}:
+        if not {file, directory} & {each.state.identity for each in self._newest.values()}:
             for draft in self._drafts:
-                for hold in [each for each in draft.holds if each.of.identity == file]:
+                for hold in [each for each in draft.holds if each.of.state.identity == file]:
                     draft.holds.remove(hold)
-                    self._release(draft.folder, hold)
+                    self._release(hold)
 
-    def publish(
-        self, draft: Publication[File], turn: AbstractContextManager[None] | None = None
-    ) -> None:
+    def publish(self, draft: Publication, turn: AbstractContextManager[None] | None = None) -> None:
         """Make drafts, which are durable, the files at their paths. Raises ``MediumError``; then
         nothing has changed, or the message says that it is uncertain. turn: held while the names
         change; an error that it raises forbids that."""
@@ -231,17 +198,16 @@ class Publisher(Generic[File]):
                 self._publish_one(draft, turn or contextlib.nullcontext())
             else:
                 self._publish_all(draft, turn or contextlib.nullcontext())
-            self._note_committed(draft)
-            if self._reuses:
-                self._look_for_removed()
-                for file in draft.files if draft.removed_elsewhere else ():
-                    with contextlib.suppress(MediumError):  # then it is no spare
-                        self._watch(draft, file)
+            files = self._note_committed(draft)
+            self._look_for_removed()
             while len(self._newest) > SERIES_MAX:
                 del self._newest[next(iter(self._newest))]
             self._end(draft)
+            for file in files if draft.removed_elsewhere else ():
+                with contextlib.suppress(MediumError):  # then it is no spare
+                    self._watch(file)
 
-    def _publish_one(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
+    def _publish_one(self, draft: Publication, turn: AbstractContextManager[None]) -> None:
         folder, system, file = draft.folder, self._system, draft.files[0]
         with turn:
             # The commit. If killed before it, the path is as it was, and a start removes the draft.
@@ -260,8 +226,8 @@ class Publisher(Generic[File]):
                 "disk",
             ) from error
 
-    def _publish_all(self, draft: Publication[File], turn: AbstractContextManager[None]) -> None:
-        folder, directory, system, moves = draft.folder, draft.directory, self._system, []
+    def _publish_all(self, draft: Publication, turn: AbstractContextManager[None]) -> None:
+        directory, system, moves = draft.directory, self._system, []
         with turn:
             for file in draft.files:
                 there = system.look(directory.file, file.name)
@@ -270,10 +236,10 @@ class Publisher(Generic[File]):
                 inode = system.status(file.file).identity[1]
                 moves.append(Move(file.hidden, inode, file.name, replaced))
             # From here on the publication counts: a start completes the missing renames.
-            redo.write(folder, draft.record, directory, moves)
+            redo.write(directory, draft.record.token, moves)
             draft.is_published = True  # even if this process dies now
             try:
-                redo.apply(folder, directory, moves)
+                redo.apply(directory, moves)
             except MediumError as error:
                 path = draft.path
                 self._leave(draft)
@@ -284,34 +250,37 @@ class Publisher(Generic[File]):
                     "Check the disk",
                 ) from error
 
-    def _note_committed(self, draft: Publication[File]) -> None:
+    def _note_committed(self, draft: Publication) -> list[_CommittedFile]:
+        """Remember the newest of the series, and return the committed files."""
         system, directory = self._system, draft.directory
-        for file in draft.files:
-            self._written.add(system.status(file.file).identity)
-        if len(draft.files) == 1:
-            file = draft.files[0]
-            committed = _NewestFile(directory, file.name, system.status(file.file).identity)
-        else:
-            committed = _NewestFile(directory, "", system.status(directory.file).identity)
+        files = [
+            _CommittedFile(directory, each.name, system.status(each.file)) for each in draft.files
+        ]
+        self._written.update(each.state.identity for each in files)
+        is_one = len(files) == 1
+        newest = (
+            files[0] if is_one else _CommittedFile(directory, "", system.status(directory.file))
+        )
         # Popped first, so that the dict is in the order of commits, and the oldest series goes.
         self._newest.pop(draft.series, None)
-        self._newest[draft.series] = committed
+        self._newest[draft.series] = newest
         # Scripts may remove this file, now the newest, before those drafts are committed.
         for other in self._drafts:
             if other is not draft and other.series == draft.series:
                 with contextlib.suppress(MediumError):  # this one is committed anyway
-                    for each in self._files_of(committed):
+                    for each in self._files_of(newest):
                         self._hold_also(other, each)
+        return files
 
-    def abandon(self, draft: Publication[File]) -> None:
+    def abandon(self, draft: Publication) -> None:
         """End a draft that is not to be published. A held file that was removed meanwhile is
         restored. Raises nothing. A second call does nothing."""
         with self._lock:
-            if draft.is_over:
+            if draft not in self._drafts:
                 return
             for hold in draft.holds:
                 with contextlib.suppress(MediumError):
-                    where = self._system.path_of(hold.of.directory.file)
+                    where = hold.of.directory.path()
                     if where is not None:
                         restore(draft.folder, hold.name, os.path.join(where, hold.of.name))
             self._end(draft)
@@ -321,11 +290,10 @@ class Publisher(Generic[File]):
         there is none."""
         with self._lock:
             self._look_for_removed()
-            spares = list(self._spares)
-            self._spares.clear()
-            for spare in spares:
-                self._drop_spare(spare)
-            return bool(spares)
+            has_spare = bool(self._spares)
+            while self._spares:
+                self._drop(self._spares.pop())
+            return has_spare
 
     def make_room(self, request: SaveRequest) -> bool:
         """Free space on a full disk. Return whether that was done. request: of the save that needs
@@ -337,85 +305,77 @@ class Publisher(Generic[File]):
         self.drop_spare()  # the removed file is the spare now
         return has_removed
 
-    def _drop_spare(self, spare: _Spare[File]) -> None:
+    def _drop(self, kept: _LockedHold) -> None:
         with contextlib.suppress(MediumError):
-            self._system.unlink(spare.folder.make(), spare.name)
-        self._system.close(spare.file)
-        self._written.discard(spare.status.identity)
+            self._system.unlink(kept.folder.make(), kept.name)
+        self._system.close(kept.file)
+        self._written.discard(kept.of.state.identity)
 
     def close(self) -> None:
         """Remove the spare and empty hidden folders, and close all directories."""
         with self._lock:
             # Before ``drop_spare``, which would sync each of these that was removed elsewhere.
             while self._watched:
-                watched = self._watched.pop()
-                with contextlib.suppress(MediumError):
-                    self._system.unlink(watched.folder.make(), watched.hold.name)
-                self._drop(watched.folder, watched.record)
+                self._drop(self._watched.pop())
             self.drop_spare()
             self._newest.clear()
             self._close_unused()
 
-    def _folder(self, where: str) -> HiddenFolder[File]:
-        """Return the open folder of the directory at ``where``; at first, recover it."""
-        for folder in self._folders:
-            # By its path now: a descriptor follows a directory that was renamed; the caller does
-            # not.
-            if folder.path_of_base() == where:
-                if folder.is_left:  # of a publication that was left half renamed, by ``_leave``
-                    folder.is_left = False
-                    recover(folder)
-                return folder
-        folder = HiddenFolder(self._system, where)
-        self._folders.append(folder)
-        recover(folder)
-        return folder
-
-    def _directory(self, where: str, base: str | None = None) -> OpenDirectory[File]:
-        """Return the open directory at ``where``."""
+    def _directory(self, where: str, base: str | None = None) -> OpenDirectory:
+        """Return the open directory at ``where``, with the hidden folder of the directory ``base``.
+        None: with any, at best one above it, which outlives it. At first, recover that folder."""
+        # By their paths now: a descriptor follows a directory that was renamed; the caller does
+        # not.
         for directory in self._directories:
-            if self._system.path_of(directory.file) == where and base in (None, directory.base):
-                return directory
-        directory = OpenDirectory(self._system, where, base or where)
-        self._directories.append(directory)
+            if directory.path() == where and base in (None, directory.folder.path()):
+                break
+        else:
+            directory = OpenDirectory(self._folder(base or self._base_above(where)), where)
+            self._directories.append(directory)
+        if directory.folder.is_left:
+            directory.folder.is_left = False
+            recover(directory.folder)
         return directory
 
-    def _base_above(self, where: str) -> str | None:
-        """Return the nearest directory above ``where`` whose hidden folder is open: files that were
-        in a directory of a checkpoint outlive it there."""
-        bases = [folder.path_of_base() for folder in self._folders]
+    def _folder(self, base: str) -> HiddenFolder:
+        for folder in self._folders:
+            if folder.path() == base:
+                return folder
+        folder = HiddenFolder(self._system, base)
+        self._folders.append(folder)
+        return folder
+
+    def _base_above(self, where: str) -> str:
+        """Return the nearest directory above ``where`` whose hidden folder is open, else that."""
+        bases = [folder.path() for folder in self._folders]
         above = [each for each in bases if each and os.path.commonpath([each, where]) == each]
-        return max(above, key=len, default=None)
+        return max(above, key=len, default=where)
 
     def _close_unused(self) -> None:
+        holds = [*self._watched, *(hold for draft in self._drafts for hold in draft.holds)]
+        committed = [*self._newest.values(), *(hold.of for hold in holds)]
         directories = [draft.directory for draft in self._drafts]
-        directories += [committed.directory for committed in self._newest.values()]
-        directories += [watched.hold.of.directory for watched in self._watched]
-        directories += [hold.of.directory for draft in self._drafts for hold in draft.holds]
+        directories += [each.directory for each in committed]
         for directory in [each for each in self._directories if each not in directories]:
             self._directories.remove(directory)
             directory.close()
-        used = [draft.folder for draft in self._drafts]
-        used += [spare.folder for spare in self._spares]
-        used += [watched.folder for watched in self._watched]
-        bases = {directory.base for directory in directories}
+        # With those of directories that are open: their checkpoints may have to be held.
+        used = [directory.folder for directory in self._directories]
+        used += [hold.folder for hold in (*self._spares, *self._watched)]
         for folder in [each for each in self._folders if each not in used]:
-            with contextlib.suppress(MediumError):  # a failing disk: it is not needed
-                if bases and folder.path_of_base() in bases:
-                    continue  # a checkpoint that it may be asked to hold is open
             self._folders.remove(folder)
             with contextlib.suppress(MediumError):
                 folder.close()
 
     # Holds.
 
-    def _hold(self, draft: Publication[File]) -> None:
+    def _hold(self, draft: Publication) -> None:
         """Hold the newest of each series that this process saves, and of the draft's."""
         if draft.series not in self._newest:
-            found = self._newest_in(draft) if len(draft.names) == 1 else self._newest_beside(draft)
+            found = self._find_newest(draft)
             if found is not None:
                 self._newest[draft.series] = found
-        here, there = draft.folder.path_of_base(), self._system.path_of(draft.directory.file)
+        here, there = draft.folder.path(), draft.directory.path()
         below = os.path.relpath(there, here) if here and there else "."
         paths = [os.path.normpath(os.path.join(below, name)) for name in draft.names]
         # Not synced: only living processes read it. A start needs only the symbolic links; on ext4
@@ -425,21 +385,21 @@ class Publisher(Generic[File]):
             for file in self._files_of(committed):
                 self._hold_also(draft, file)
 
-    def _hold_also(self, draft: Publication[File], committed: _NewestFile[File]) -> None:
+    def _hold_also(self, draft: Publication, committed: _CommittedFile) -> None:
         """Have a draft hold one more file, which may have been committed after the draft began."""
-        where = self._system.path_of(committed.directory.file)
-        here = draft.folder.path_of_base()
+        where = committed.directory.path()
+        here = draft.folder.path()
         if where is None or here is None:
             return
         hidden = hidden_name(draft.record.token, HOLD, next(draft.numbers))
         path = os.path.relpath(os.path.join(where, committed.name), os.path.join(here, FOLDER))
-        hold = _Hold(hidden, committed)
+        hold = _Hold(draft.folder, hidden, committed)
         # Before it is made: if that fails, ``abandon`` removes a half-made one.
         draft.holds.append(hold)
         try:
             # The path first: a start cannot put back a hold without knowing where it belongs.
             self._system.note(draft.folder.make(), path_name(hidden), os.fsencode(path))
-            is_held = self._link(draft.folder, hold)
+            is_held = self._link(hold)
         except MediumError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -448,152 +408,149 @@ class Publisher(Generic[File]):
             draft.holds.pop()
             self._system.unlink(draft.folder.make(), path_name(hidden))
 
-    def _link(self, folder: HiddenFolder[File], hold: _Hold[File]) -> bool:
+    def _link(self, hold: _Hold) -> bool:
         """Make the hidden link of a hold; return False if the file is gone, or cannot be held."""
         there = hold.of.directory.file, hold.of.name
-        status = self._system.look(*there)
+        state = self._system.look(*there)
         # Another program's file may be at the path by now.
-        if status is None or status.identity != hold.of.identity:
+        if state is None or state.identity != hold.of.state.identity:
             return False
         try:
-            self._system.link(there, (folder.make(), hold.name))
+            self._system.link(there, (hold.folder.make(), hold.name))
         except MediumError as error:
             if error.errno == errno.ENOENT:
                 return False
             raise
         return True
 
-    def _files_of(self, committed: _NewestFile[File]) -> list[_NewestFile[File]]:
+    def _files_of(self, committed: _CommittedFile) -> list[_CommittedFile]:
         """Return the files of a directory, the largest ones first; or the file itself."""
         if committed.name:
             return [committed]
         directory, found = committed.directory, []
         for name in self._system.names(directory.file):
-            status = self._system.look(directory.file, name)
-            if status is not None and status.is_regular:
-                found.append((-status.size, name, status.identity))
-        return [_NewestFile(directory, name, each) for _, name, each in sorted(found)[:HELD_MAX]]
+            state = self._system.look(directory.file, name)
+            if state is not None and state.is_regular:
+                found.append(_CommittedFile(directory, name, state))
+        return sorted(found, key=lambda each: (-each.state.size, each.name))[:HELD_MAX]
 
-    def _newest_beside(self, draft: Publication[File]) -> _NewestFile[File] | None:
-        """Return the directory of a publication, if it has files; else the newest beside it whose
-        name differs only in its numbers."""
-        where = self._system.path_of(draft.directory.file)
-        own = _NewestFile(draft.directory, "", self._system.status(draft.directory.file).identity)
-        if where is None or self._files_of(own):
+    def _find_newest(self, draft: Publication) -> _CommittedFile | None:
+        """Return the newest that is there of a draft's series: the file beside the one of the
+        draft, or the directory of several; if that has no files, the newest directory beside it."""
+        system, directory, is_one = self._system, draft.directory, len(draft.names) == 1
+        where = directory.path()
+        if where is None:
+            return None
+        own = _CommittedFile(directory, "", system.status(directory.file))
+        if not is_one and self._files_of(own):
             return own
-        above, newest = self._system.open_directory(os.path.dirname(where)), None
+        above = directory.file if is_one else system.open_directory(os.path.dirname(where))
+        found = []
         try:
-            names = self._system.names(above)
-            beside = [each for each in names if f"{_series(each)}/" == draft.series]
-            for name in beside:
-                status = self._system.look(above, name)
-                if status is not None and status.is_directory and name != os.path.basename(where):
-                    newest = max(newest or (-1, ""), (status.changed_ns, name))
+            for name in system.names(above):
+                if _series(name if is_one else f"{name}/") != draft.series:
+                    continue
+                state = system.look(above, name)
+                if state is not None and (state.is_regular if is_one else state.is_directory):
+                    found.append((state.changed_ns, name, state))
         finally:
-            self._system.close(above)
-        if newest is None:
+            if not is_one:
+                system.close(above)
+        found = [each for each in found if each[2].identity != own.state.identity]
+        if not found:
             return None
-        beside_it = os.path.join(os.path.dirname(where), newest[1])
-        directory = self._directory(beside_it, draft.directory.base)
-        return _NewestFile(directory, "", self._system.status(directory.file).identity)
+        _, name, state = max(found, key=lambda each: each[:2])
+        if is_one:
+            return _CommittedFile(directory, name, state)
+        base = directory.folder.path()
+        beside = self._directory(os.path.join(os.path.dirname(where), name), base)
+        return _CommittedFile(beside, "", state)
 
-    def _newest_in(self, draft: Publication[File]) -> _NewestFile[File] | None:
-        """Return the newest file beside that of a draft, if only numbers in its name differ."""
-        directory, newest = draft.directory, None
-        for each in self._system.names(directory.file):
-            if _series(each) == draft.series:
-                status = self._system.look(directory.file, each)
-                if status is not None and status.is_regular:
-                    newest = max(newest or (-1, ""), (status.changed_ns, each))
-        if newest is None:
-            return None
-        found = self._system.look(directory.file, newest[1])
-        return None if found is None else _NewestFile(directory, newest[1], found.identity)
-
-    def _release(self, folder: HiddenFolder[File], hold: _Hold[File]) -> None:
-        """Remove a hidden link, or make it the spare if it is the last name of a file of ours."""
-        try:
-            spare = self._as_spare(folder, hold)
-        except MediumError:
-            spare = None
+    def _release(self, hold: _Hold) -> None:
+        """Remove a hidden link, or make it a spare if it is the last name of a file of ours."""
+        spare = None
+        with contextlib.suppress(MediumError):
+            spare = self._as_spare(hold)
         with contextlib.suppress(MediumError):
             if spare is None:
-                self._system.unlink(folder.make(), hold.name)
-            self._system.unlink(folder.make(), path_name(hold.name))
+                self._system.unlink(hold.folder.make(), hold.name)
+            self._system.unlink(hold.folder.make(), path_name(hold.name))
         if spare is not None:
             self._spares.append(spare)
         while len(self._spares) > self._spares_max:
-            smallest = min(self._spares, key=lambda each: each.status.size)
+            smallest = min(self._spares, key=lambda each: each.of.state.size)
             self._spares.remove(smallest)
-            self._drop_spare(smallest)
+            self._drop(smallest)
 
     # Spares.
 
     def _may_keep(self, removed: FileState) -> bool:
         """Return whether a removed file may become a spare: one of ours, if there is room, or a
         smaller one."""
-        if not self._reuses or removed.identity not in self._written:
+        if removed.identity not in self._written:
             return False
         has_room = len(self._spares) < self._spares_max
-        return has_room or removed.size > min(each.status.size for each in self._spares)
+        return has_room or removed.size > min(each.of.state.size for each in self._spares)
 
-    def _watch(self, draft: Publication[File], file: UnpublishedFile[File]) -> None:
-        """Make a hidden link to a committed file, for as long as it has another one."""
-        while len(self._watched) >= WATCHED_MAX:
-            self._forget(self._watched[0])
-        record = draft.folder.claim()
-        self._system.write(record.file, b"/")  # it will make no file
-        identity = self._system.status(file.file).identity
-        # Later its link count shows that the visible name was removed, by any process.
-        hold = _Hold(
-            hidden_name(record.token, HOLD), _NewestFile(draft.directory, file.name, identity)
-        )
-        self._watched.append(_WatchedFile(draft.folder, record, hold))
-        is_linked = False
+    def _link_locked(self, committed: _CommittedFile) -> _LockedHold | None:
+        """Make a hidden link to a committed file, and lock the file; return None if it is gone, or
+        another process locked it."""
+        system, directory = self._system, committed.directory
+        file = system.open(directory.file, committed.name, writable=True)
+        if file is None:
+            return None
+        name = hidden_name(secrets.token_hex(6), HOLD)
+        made = _LockedHold(directory.folder, name, committed, file)
+        is_made = False
         try:
-            is_linked = self._link(draft.folder, hold)
+            # If this process is killed, a start finds a hold without a draft, and removes it.
+            is_made = system.lock(file) and self._link(made)
         finally:
-            if not is_linked:
-                self._forget(self._watched[-1])
+            if not is_made:
+                system.close(file)
+        return made if is_made else None
+
+    def _watch(self, committed: _CommittedFile) -> None:
+        """Keep a hidden link to a committed file for as long as it has another one."""
+        while len(self._watched) >= WATCHED_MAX:
+            self._release(self._watched.pop(0))
+        # Later its link count shows that the visible name was removed, by any process.
+        watched = self._link_locked(committed)
+        if watched is not None:
+            self._watched.append(watched)
 
     def _look_for_removed(self) -> None:
         """Make a file that was removed elsewhere the spare. Syncs."""
         for watched in self._watched[:]:
             with contextlib.suppress(MediumError):
-                status = self._system.look(watched.folder.make(), watched.hold.name)
-                if status is None or status.links == 1:
-                    self._forget(watched)
+                state = self._system.look(watched.folder.make(), watched.name)
+                if state is None or state.links == 1:
+                    self._watched.remove(watched)
+                    self._release(watched)
 
-    def _forget(self, watched: _WatchedFile[File]) -> None:
-        self._watched.remove(watched)
-        self._release(watched.folder, watched.hold)
-        self._drop(watched.folder, watched.record)
-
-    def _as_spare(self, folder: HiddenFolder[File], hold: _Hold[File]) -> _Spare[File] | None:
-        system, hidden = self._system, folder.make()
-        if hold.of.identity not in self._written:
-            return None
-        file = system.open(hidden, hold.name, writable=True)
-        if file is None:
-            return None
+    def _as_spare(self, hold: _Hold) -> _LockedHold | None:
+        system, of = self._system, hold.of
+        file, is_spare = hold.file if isinstance(hold, _LockedHold) else None, False
         try:
-            status = system.status(file)
+            hidden = hold.folder.make()
+            state = system.look(hidden, hold.name)
             # With another name it may still be read; with another identity it is not ours.
-            is_it = status.links == 1 and status.identity == hold.of.identity
-            # Locked for as long as it is a spare, so that other processes' starts leave it alone.
-            if is_it and self._may_keep(status) and system.lock(file):
-                # Without these, a crash may show the removed path with the bytes to come.
-                system.sync(file)
-                system.sync(hold.of.directory.file)
-                system.sync(hidden)
-                return _Spare(folder, hold.name, _series(hold.of.name), file, status)
-        except BaseException:
-            system.close(file)
-            raise
-        system.close(file)
-        return None
+            is_it = state is not None and state.identity == of.state.identity
+            if state is not None and is_it and state.links == 1 and self._may_keep(state):
+                file = file or system.open(hidden, hold.name, writable=True)
+                # Locked as long as it is a spare, so that other processes' starts leave it alone.
+                if file is not None and system.lock(file):
+                    # Without these, a crash may show the removed path with the bytes to come.
+                    system.sync(file)
+                    system.sync(of.directory.file)
+                    system.sync(hidden)
+                    is_spare = True
+        finally:
+            if file is not None and not is_spare:
+                system.close(file)
+        return _LockedHold(hold.folder, hold.name, of, file) if is_spare and file else None
 
-    def _open(self, draft: Publication[File], name: str) -> None:
+    def _open(self, draft: Publication, name: str) -> None:
         """Open a file of a draft: the spare, if there is one that is not read, or a new one."""
         system, folder = self._system, draft.folder
         there = system.look(draft.directory.file, name)
@@ -605,14 +562,14 @@ class Publisher(Generic[File]):
             try:
                 system.rename((spare.folder.make(), spare.name), (folder.make(), hidden))
             except MediumError:
-                self._drop_spare(spare)
+                self._drop(spare)
                 raise
             opened = UnpublishedFile(name, hidden, spare.file, True)
             draft.files.append(opened)
-            self._written.discard(spare.status.identity)
+            self._written.discard(spare.of.state.identity)
         else:
             if spare is not None:
-                self._drop_spare(spare)
+                self._drop(spare)
             opened = UnpublishedFile(name, hidden, system.create(folder.make(), hidden), False)
             draft.files.append(opened)
             system.lock(opened.file)
@@ -622,9 +579,9 @@ class Publisher(Generic[File]):
         elif opened.is_spare:  # it has the mode of the file that it was
             system.set_mode(opened.file, 0o666 & ~_umask())
 
-    def _spare_for(self, series: str) -> _Spare[File] | None:
+    def _spare_for(self, series: str) -> _LockedHold | None:
         """Take the spare of a series; or, if there is only one, that one."""
-        found = [each for each in self._spares if each.series == series]
+        found = [each for each in self._spares if _series(each.of.name) == series]
         if not found and self._spares_max == 1:
             found = self._spares[:]
         if not found:
@@ -632,7 +589,7 @@ class Publisher(Generic[File]):
         self._spares.remove(found[0])
         return found[0]
 
-    def _is_free(self, spare: _Spare[File], folder: HiddenFolder[File]) -> bool:
+    def _is_free(self, spare: _LockedHold, folder: HiddenFolder) -> bool:
         try:
             status = self._system.status(spare.file)
             here = self._system.status(folder.base).identity[0]
@@ -646,9 +603,8 @@ class Publisher(Generic[File]):
 
     # The end of a draft.
 
-    def _end(self, draft: Publication[File]) -> None:
+    def _end(self, draft: Publication) -> None:
         """Release the files of a draft. The record goes last: it names the owner of the others."""
-        draft.is_over = True
         self._drafts.remove(draft)
         folder = draft.folder
         if len(draft.names) > 1:
@@ -659,15 +615,18 @@ class Publisher(Generic[File]):
             with contextlib.suppress(MediumError):
                 self._system.unlink(folder.make(), file.hidden)
         for hold in draft.holds:
-            self._release(folder, hold)
+            self._release(hold)
         for file in draft.files:
             self._system.close(file.file)
-        self._drop(folder, draft.record)
+        with contextlib.suppress(MediumError):
+            self._system.unlink(folder.make(), draft.record.name)
+        self._system.close(draft.record.file)
+        with contextlib.suppress(MediumError):
+            folder.remove_if_empty()
         self._close_unused()
 
-    def _leave(self, draft: Publication[File]) -> None:
+    def _leave(self, draft: Publication) -> None:
         """End a draft as a process that dies would: the next start continues it."""
-        draft.is_over = True
         self._drafts.remove(draft)
         for file in draft.files:
             self._system.close(file.file)
@@ -676,57 +635,48 @@ class Publisher(Generic[File]):
         self._close_unused()
         draft.folder.is_left = True
 
-    def _drop(self, folder: HiddenFolder[File], record: LockedRecord[File]) -> None:
-        with contextlib.suppress(MediumError):
-            self._system.unlink(folder.make(), record.name)
-        self._system.close(record.file)
-        with contextlib.suppress(MediumError):
-            folder.remove_if_empty()
-
 
 @dataclass(frozen=True, slots=True)
-class UnpublishedFile(Generic[File]):
+class UnpublishedFile:
     """A file in the making, under a hidden name, open for reading and writing. ``is_spare``: it has
     old bytes and blocks."""
 
     name: str
     hidden: str
-    file: File
+    file: Descriptor
     is_spare: bool
 
 
 @dataclass(slots=True, eq=False)
-class Publication(Generic[File]):
+class Publication:
     """Files in the making that become visible together. Its methods are those of ``Publisher``."""
 
-    publisher: Publisher[File]
-    folder: HiddenFolder[File]
-    directory: OpenDirectory[File]
-    record: LockedRecord[File]
+    publisher: Publisher
+    directory: OpenDirectory
+    record: LockedRecord
     names: Sequence[str]
     series: str
     removed_elsewhere: bool
-    files: list[UnpublishedFile[File]] = field(default_factory=list)
+    files: list[UnpublishedFile] = field(default_factory=list)
     """The files that are open by now, in the order of the names."""
-    holds: list[_Hold[File]] = field(default_factory=list)
+    holds: list[_Hold] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     """The numbers of its holds, also of released ones."""
     is_published: bool = False
-    is_over: bool = False
+
+    @property
+    def folder(self) -> HiddenFolder:
+        """The hidden folder that has the drafts."""
+        return self.directory.folder
 
     @property
     def path(self) -> str:
         """The future path of the first file, for messages; the directory of several."""
-        if len(self.names) == 1:
-            return self.path_of(self.names[0])
-        return printable(self.directory.describe())
+        return self.path_of(self.names[0] if len(self.names) == 1 else "")
 
     def path_of(self, name: str) -> str:
         """Return the future path of a file, for messages."""
-        return printable(os.path.join(self.directory.describe(), name))
-
-    def make_room(self, request: SaveRequest) -> bool:
-        return self.publisher.make_room(request)
+        return printable(os.path.join(self.directory.path() or "a deleted directory", name))
 
     def publish(self, turn: AbstractContextManager[None] | None = None) -> None:
         self.publisher.publish(self, turn)

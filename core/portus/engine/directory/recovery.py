@@ -15,13 +15,14 @@ from typing import Final
 
 from portus.engine.directory import redo
 from portus.engine.directory.folder import DRAFT, FOLDER, HOLD, HiddenFolder, path_name
-from portus.engine.directory.system import File, System
+from portus.engine.directory.system import Linux
+from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
 
 
-def recover(folder: HiddenFolder[File]) -> None:
+def recover(folder: HiddenFolder) -> None:
     """Restore files at their paths, and remove the rest of what processes that ended left. Raises
     ``MediumError``; another user's files stay."""
     system = folder.system
@@ -34,7 +35,7 @@ def recover(folder: HiddenFolder[File]) -> None:
         is_unfinished = not is_published and any(f".{DRAFT}" in name for name in names)
         for name in names if is_unfinished else ():
             path = system.read_link(hidden, path_name(name)) if f".{HOLD}" in name else None
-            here = folder.path_of_base()
+            here = folder.path()
             if path is not None and here is not None:
                 there = os.path.normpath(os.path.join(here, FOLDER, os.fsdecode(path)))
                 restore(folder, name, there)
@@ -43,7 +44,7 @@ def recover(folder: HiddenFolder[File]) -> None:
                 system.unlink(hidden, name)
 
 
-def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
+def restore(folder: HiddenFolder, held: str, path: str) -> bool:
     """Restore the held file at ``path`` if nothing is there and its bytes verify. A directory that
     was removed is made again, but not the one above it. Raises ``MediumError``."""
     system = folder.system
@@ -77,7 +78,7 @@ def restore(folder: HiddenFolder[File], held: str, path: str) -> bool:
     return True
 
 
-def _open_directory(system: System[File], path: str) -> File | None:
+def _open_directory(system: Linux, path: str) -> Descriptor | None:
     """Open a directory; return None if it does not exist."""
     try:
         return system.open_directory(path)
@@ -87,7 +88,7 @@ def _open_directory(system: System[File], path: str) -> File | None:
         raise
 
 
-def _make_directory(system: System[File], path: str) -> File | None:
+def _make_directory(system: Linux, path: str) -> Descriptor | None:
     """Make a directory, durably; return None if the one above it does not exist."""
     above = _open_directory(system, os.path.dirname(path))
     if above is None:
@@ -100,7 +101,7 @@ def _make_directory(system: System[File], path: str) -> File | None:
         system.close(above)
 
 
-def _is_whole(folder: HiddenFolder[File], held: str, path: str) -> bool:
+def _is_whole(folder: HiddenFolder, held: str, path: str) -> bool:
     file = folder.system.open(folder.make(), held, writable=False)
     if file is None:
         return False

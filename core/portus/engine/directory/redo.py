@@ -19,11 +19,9 @@ from portus.engine.directory.folder import (
     MARK,
     REDO,
     HiddenFolder,
-    LockedRecord,
     OpenDirectory,
     hidden_name,
 )
-from portus.engine.directory.system import File
 from portus.engine.format.nesting import refuse_deep
 from portus.errors import MediumError, printable
 
@@ -43,25 +41,20 @@ class Move(NamedTuple):
     replaced: int
 
 
-def write(
-    folder: HiddenFolder[File],
-    record: LockedRecord[File],
-    directory: OpenDirectory[File],
-    moves: Sequence[Move],
-) -> None:
+def write(directory: OpenDirectory, token: str, moves: Sequence[Move]) -> None:
     """Write a marker for moves to ``directory``, complete and durable. Raises ``MediumError``; then
     it may exist or not."""
-    system, hidden = folder.system, folder.make()
-    here, there = folder.path_of_base(), system.path_of(directory.file)
+    folder, system = directory.folder, directory.system
+    hidden, here, there = folder.make(), folder.path(), directory.path()
     if here is None or there is None:
-        raise MediumError(errno.ENOENT, f"{directory.describe()}: {os.strerror(errno.ENOENT)}")
+        raise MediumError(errno.ENOENT, "the directory of the files was deleted")
     said = {
         "portus_redo": 1,
         "directory": os.path.relpath(there, here),
         "inode": system.status(directory.file).identity[1],
         "moves": moves,
     }
-    mark, redo = hidden_name(record.token, MARK), hidden_name(record.token, REDO)
+    mark, redo = hidden_name(token, MARK), hidden_name(token, REDO)
     file = system.create(hidden, mark)
     try:
         # Synced before it gets its name, so a marker that a start finds is whole.
@@ -73,11 +66,9 @@ def write(
     folder.sync_hidden()
 
 
-def apply(
-    folder: HiddenFolder[File], directory: OpenDirectory[File], moves: Sequence[Move]
-) -> None:
+def apply(directory: OpenDirectory, moves: Sequence[Move]) -> None:
     """Do the missing moves, durably. Raises ``MediumError``."""
-    system, hidden = folder.system, folder.make()
+    system, hidden = directory.system, directory.folder.make()
     for move in moves:
         source, target = system.look(hidden, move.hidden), system.look(directory.file, move.name)
         is_free = target is None or target.identity[1] == move.replaced
@@ -88,59 +79,47 @@ def apply(
     system.sync(hidden)
 
 
-def finish(folder: HiddenFolder[File], names: Sequence[str]) -> bool:
+def finish(folder: HiddenFolder, names: Sequence[str]) -> bool:
     """Carry out the marker among the ``names`` of an abandoned save; return False if there is none.
     Raises ``MediumError``."""
-    system = folder.system
-    for name in names:
-        if f".{REDO}" not in name:
-            continue
-        file = system.open(folder.make(), name, writable=False)
-        if file is None:
-            continue
-        try:
-            data = system.read(file, REDO_MAX)
-        finally:
-            system.close(file)
-        try:
-            refuse_deep(data)
-            said = json.loads(data)
-            there, inode = os.fspath(said["directory"]), int(said["inode"])
-            moves = [Move(*each) for each in said["moves"]]
-        except (ValueError, LookupError, TypeError) as error:
-            where = printable(folder.describe())
-            _log.error("portus: %s: the redo marker %s is damaged: %s", where, name, error)
-            return False
-        return _finish(folder, there, inode, moves)
-    return False
-
-
-def _finish(folder: HiddenFolder[File], there: str, inode: int, moves: Sequence[Move]) -> bool:
-    """Complete the renames, unless another directory is at that path now."""
-    here = folder.path_of_base()
-    if here is None:
+    system, here = folder.system, folder.path()
+    name = next((name for name in names if f".{REDO}" in name), None)
+    file = None if name is None else system.open(folder.make(), name, writable=False)
+    if file is None or here is None:
         return False
     try:
-        path = os.path.normpath(os.path.join(here, there))
-        directory = OpenDirectory(folder.system, path, here)
+        data = system.read(file, REDO_MAX)
+    finally:
+        system.close(file)
+    try:
+        refuse_deep(data)
+        said = json.loads(data)
+        path, inode = os.path.normpath(os.path.join(here, said["directory"])), int(said["inode"])
+        moves = [Move(*each) for each in said["moves"]]
+    except (ValueError, LookupError, TypeError) as error:
+        where = printable(here)
+        _log.error("portus: %s: the redo marker %s is damaged: %s", where, name, error)
+        return False
+    try:
+        directory = OpenDirectory(folder, path)
     except MediumError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return False  # the directory was removed
         raise
     try:
-        is_it = folder.system.status(directory.file).identity[1] == inode
-        is_all = is_it and all(_is_there(folder, directory, move) for move in moves)
+        # Another directory may be at that path now.
+        is_it = system.status(directory.file).identity[1] == inode
+        is_all = is_it and all(_is_there(directory, move) for move in moves)
         if is_all:
-            apply(folder, directory, moves)
+            apply(directory, moves)
         return is_all
     finally:
         directory.close()
 
 
-def _is_there(folder: HiddenFolder[File], directory: OpenDirectory[File], move: Move) -> bool:
+def _is_there(directory: OpenDirectory, move: Move) -> bool:
     """Return whether a file exists, under either name. If not, it was never durable under its
     hidden name, and so neither was the marker, and no rename was begun."""
-    system = folder.system
-    places = (folder.make(), move.hidden), (directory.file, move.name)
-    found = [system.look(*place) for place in places]
+    places = (directory.folder.make(), move.hidden), (directory.file, move.name)
+    found = [directory.system.look(*place) for place in places]
     return any(each is not None and each.identity[1] == move.inode for each in found)

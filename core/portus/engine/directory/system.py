@@ -1,7 +1,7 @@
-"""``System``: the calls to the file system that publishing a file makes, and nothing else.
+"""``Linux``: the calls to the file system that publishing a file makes, and nothing else.
 
-They are behind an interface so that tests can run the protocol on a simulated disk that loses power
-at every step. Directories are descriptors: a directory that is renamed takes its files along. Every
+They are in one class so that tests can run the protocol on a simulated disk that loses power at
+every step. Directories are descriptors: a directory that is renamed takes its files along. Every
 foreign error becomes a ``MediumError`` here, with the path.
 """
 
@@ -14,7 +14,7 @@ import signal
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 from portus.engine.image import integrity
 from portus.engine.media import linux
@@ -27,9 +27,6 @@ with contextlib.suppress(ImportError):  # Windows has none
 
 _TRIES: Final = 10
 """The most times that a folder is made again because it was removed before it was opened."""
-
-File = TypeVar("File")
-"""An open file or directory, of the kind that a system returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,88 +48,19 @@ class FileState:
         return stat.S_ISDIR(self.mode)
 
 
-class System(Protocol[File]):
-    """The calls of an operating system. Names are relative to an open directory. All raise
+class Linux:
+    """The calls of this machine. Names are relative to an open directory. All raise
     ``MediumError``."""
 
-    def open_directory(self, path: str) -> File:
-        """Open the directory at ``path``."""
-
-    def open_folder(self, directory: File, name: str, *, create: bool) -> File | None:
-        """Open a directory in ``directory``; without ``create``, return None if there is none."""
-
-    def create(self, directory: File, name: str) -> File:
-        """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
-
-    def open(self, directory: File, name: str, *, writable: bool) -> File | None:
-        """Open a regular file, never through a symbolic link; return None if it does not exist."""
-
-    def close(self, file: File) -> None:
-        """Close a file, and release its lock. A second call does nothing."""
-
-    def read(self, file: File, length: int) -> bytes:
-        """Return the first ``length`` bytes of a file, or all of them."""
-
-    def write(self, file: File, data: bytes) -> None:
-        """Write ``data`` at the beginning of a file."""
-
-    def sync(self, file: File) -> None:
-        """Make a file durable, or the names in a directory. Returns when the medium has them."""
-
-    def status(self, file: File) -> FileState:
-        """Return the status of an open file."""
-
-    def look(self, directory: File, name: str) -> FileState | None:
-        """Return the status of a name, without following a link; None if it does not exist."""
-
-    def set_mode(self, file: File, mode: int) -> None:
-        """Set the permissions of a file."""
-
-    def names(self, directory: File) -> list[str]:
-        """Return the names in a directory."""
-
-    def path_of(self, directory: File) -> str | None:
-        """Return the present path of an open directory; None if it was deleted."""
-
-    def link(self, source: tuple[File, str], target: tuple[File, str]) -> None:
-        """Give a file a second name. ``MediumError`` (EEXIST) if that is taken."""
-
-    def note(self, directory: File, name: str, text: bytes) -> None:
-        """Create a symbolic link with the target ``text``. Unlike the bytes of a file, a file
-        system has it in its journal, in order with changes of names."""
-
-    def read_link(self, directory: File, name: str) -> bytes | None:
-        """Return the target of a symbolic link; None if it does not exist."""
-
-    def rename(self, source: tuple[File, str], target: tuple[File, str]) -> None:
-        """Rename a file, over any file at ``target``."""
-
-    def unlink(self, directory: File, name: str) -> None:
-        """Remove a name, if it exists."""
-
-    def remove_folder(self, directory: File, name: str) -> bool:
-        """Remove a directory if it is empty. Return False if it is not, or does not exist."""
-
-    def lock(self, file: File) -> bool:
-        """Lock a file for this process, without waiting. Return False if another process has it."""
-
-    def is_unused(self, file: File) -> bool:
-        """Return True if the kernel knows of no other process with the file open or mapped."""
-
-    def is_whole(self, file: File, path: str) -> bool:
-        """Return True if an open file, for ``path``, is as it was saved. Reads all of it."""
-
-
-class Linux:
-    """The calls of this machine."""
-
     def open_directory(self, path: str) -> Descriptor:
+        """Open the directory at ``path``."""
         with _translate(path):
             return Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def open_folder(self, directory: Descriptor, name: str, *, create: bool) -> Descriptor | None:
-        path, flags = _join(directory, name), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-        with _translate(path):
+        """Open a directory in ``directory``; without ``create``, return None if there is none."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+        with _translate(directory.path, name):
             for left in reversed(range(_TRIES if create else 1)):
                 if create:
                     with contextlib.suppress(FileExistsError):
@@ -145,53 +73,64 @@ class Linux:
             return None
 
     def create(self, directory: Descriptor, name: str) -> Descriptor:
-        with _translate(_join(directory, name)):
+        """Create a file for reading and writing. ``MediumError`` (EEXIST) if the name is taken."""
+        with _translate(directory.path, name):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             return Descriptor(name, flags, directory=directory)
 
     def open(self, directory: Descriptor, name: str, *, writable: bool) -> Descriptor | None:
+        """Open a regular file, never through a symbolic link; return None if it does not exist."""
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_NONBLOCK
-        with _translate(_join(directory, name)):
+        with _translate(directory.path, name):
             try:
                 return Descriptor(name, flags, directory=directory)
             except FileNotFoundError:
                 return None
 
     def close(self, file: Descriptor) -> None:
+        """Close a file, and release its lock. A second call does nothing."""
         file.close()
 
     def read(self, file: Descriptor, length: int) -> bytes:
+        """Return the first ``length`` bytes of a file, or all of them."""
         with _translate(file.path):
             return os.pread(file.number, length, 0)
 
     def write(self, file: Descriptor, data: bytes) -> None:
+        """Write ``data`` at the beginning of a file."""
         with _translate(file.path):
             write_all(file.number, memoryview(data), 0)
 
     def sync(self, file: Descriptor) -> None:
+        """Make a file durable, or the names in a directory. Returns when the medium has them."""
         with _translate(file.path):
             os.fsync(file.number)
 
     def status(self, file: Descriptor) -> FileState:
+        """Return the status of an open file."""
         with _translate(file.path):
             return _status(os.fstat(file.number))
 
     def look(self, directory: Descriptor, name: str) -> FileState | None:
-        with _translate(_join(directory, name)):
+        """Return the status of a name, without following a link; None if it does not exist."""
+        with _translate(directory.path, name):
             try:
                 return _status(os.stat(name, dir_fd=directory.number, follow_symlinks=False))
             except FileNotFoundError:
                 return None
 
     def set_mode(self, file: Descriptor, mode: int) -> None:
+        """Set the permissions of a file."""
         with _translate(file.path):
             os.fchmod(file.number, mode)
 
     def names(self, directory: Descriptor) -> list[str]:
+        """Return the names in a directory."""
         with _translate(directory.path):
             return os.listdir(directory.number)
 
     def path_of(self, directory: Descriptor) -> str | None:
+        """Return the present path of an open directory; None if it was deleted."""
         with _translate(directory.path):
             path = os.readlink(f"/proc/self/fd/{directory.number}")
             # Linux appends " (deleted)" to a deleted path, which may be another directory's name.
@@ -199,7 +138,8 @@ class Linux:
             return path if is_there else None
 
     def link(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
-        with _translate(_join(*target)):
+        """Give a file a second name. ``MediumError`` (EEXIST) if that is taken."""
+        with _translate(target[0].path, target[1]):
             os.link(
                 source[1],
                 target[1],
@@ -209,28 +149,34 @@ class Linux:
             )
 
     def note(self, directory: Descriptor, name: str, text: bytes) -> None:
-        with _translate(_join(directory, name)):
+        """Create a symbolic link with the target ``text``. Unlike the bytes of a file, a file
+        system has it in its journal, in order with changes of names."""
+        with _translate(directory.path, name):
             os.symlink(text, name, dir_fd=directory.number)
 
     def read_link(self, directory: Descriptor, name: str) -> bytes | None:
-        with _translate(_join(directory, name)):
+        """Return the target of a symbolic link; None if it does not exist."""
+        with _translate(directory.path, name):
             try:
                 return os.fsencode(os.readlink(name, dir_fd=directory.number))
             except FileNotFoundError:
                 return None
 
     def rename(self, source: tuple[Descriptor, str], target: tuple[Descriptor, str]) -> None:
-        with _translate(_join(*target)):
+        """Rename a file, over any file at ``target``."""
+        with _translate(target[0].path, target[1]):
             os.rename(
                 source[1], target[1], src_dir_fd=source[0].number, dst_dir_fd=target[0].number
             )
 
     def unlink(self, directory: Descriptor, name: str) -> None:
-        with _translate(_join(directory, name)), contextlib.suppress(FileNotFoundError):
+        """Remove a name, if it exists."""
+        with _translate(directory.path, name), contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=directory.number)
 
     def remove_folder(self, directory: Descriptor, name: str) -> bool:
-        with _translate(_join(directory, name)):
+        """Remove a directory if it is empty. Return False if it is not, or does not exist."""
+        with _translate(directory.path, name):
             try:
                 os.rmdir(name, dir_fd=directory.number)
             except OSError as error:
@@ -240,6 +186,7 @@ class Linux:
         return True
 
     def lock(self, file: Descriptor) -> bool:
+        """Lock a file for this process, without waiting. Return False if another process has it."""
         with _translate(file.path):
             try:
                 # Not a lock of fcntl, which ends when any descriptor of the file is closed:
@@ -250,7 +197,8 @@ class Linux:
         return True
 
     def is_unused(self, file: Descriptor) -> bool:
-        """Ask for a write lease, which the kernel grants only if no one else has the file open."""
+        """Return True if the kernel knows of no other process with the file open or mapped."""
+        # Ask for a write lease: it is granted only if no one else has the file open.
         try:
             # A lease knows nothing of other machines that mount the file system.
             if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
@@ -266,6 +214,7 @@ class Linux:
         return True
 
     def is_whole(self, file: Descriptor, path: str) -> bool:
+        """Return True if an open file, for ``path``, is as it was saved. Reads all of it."""
         return integrity.is_whole(file.number, path)
 
 
@@ -279,16 +228,12 @@ def _status(found: os.stat_result) -> FileState:
     )
 
 
-def _join(directory: Descriptor, name: str) -> str:
-    return os.path.join(directory.path, name)
-
-
 @contextlib.contextmanager
-def _translate(path: str) -> Iterator[None]:
+def _translate(*path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise medium_error(error, path) from error
+        raise medium_error(error, os.path.join(*path)) from error
 
 
 def medium_error(error: OSError, path: str) -> MediumError:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.system import Linux
-from portus.engine.media.process import Descriptor
 from portus.errors import MediumError
 
 _PAUSE_MIN_S: Final = 0.001
@@ -29,10 +26,26 @@ def wait_for_drafts(
     None waits for all. timeout_s: None waits for ever.
     """
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
-    return all(
-        _wait_in(base, os.path.relpath(directory, base), name, until_s)
-        for base in bases_of(directory)
-    )
+    pause_s = _PAUSE_MIN_S
+
+    def find_wanted() -> set[str]:
+        found = _saves_to(directory).items()
+        return {token for token, names in found if name is None or name in names}
+
+    awaited = find_wanted()
+    while awaited:
+        if until_s is not None and time.monotonic() >= until_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        awaited &= find_wanted()  # a record is empty at first, and may be of another file
+    return True
+
+
+def in_flight(directory: str) -> set[str]:
+    """Return the names of the files that any process is saving to ``directory``, absolute and
+    without links."""
+    return set[str]().union(*_saves_to(directory).values())
 
 
 def bases_of(directory: str) -> list[str]:
@@ -46,50 +59,19 @@ def bases_of(directory: str) -> list[str]:
     return found
 
 
-def _wait_in(base: str, below: str, name: str | None, until_s: float | None) -> bool:
-    pause_s = _PAUSE_MIN_S
-    where = b"" if below == "." else os.fsencode(below)
-    wanted = None if name is None else os.path.join(where, os.fsencode(name))
-
-    def is_wanted(path: bytes) -> bool:
-        return path == wanted if wanted is not None else os.path.dirname(path) == where
-
-    with contextlib.suppress(MediumError), _open_hidden(base) as folder:
-
-        def in_flight() -> set[str]:
-            found = folder.in_flight().items()
-            return {token for token, paths in found if any(map(is_wanted, paths))}
-
-        awaited = in_flight()
-        while awaited:
-            if until_s is not None and time.monotonic() >= until_s:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-            awaited &= in_flight()  # a record is empty at first, and may be of another file
-    return True
-
-
-def in_flight(directory: str) -> set[str]:
-    """Return the names of the files that any process is saving to ``directory``, absolute and
-    without links."""
-    found: set[str] = set()
+def _saves_to(directory: str) -> dict[str, set[str]]:
+    """Return the names of the files that each save in flight is to make in ``directory``, by its
+    token."""
+    found = {}
     for base in bases_of(directory):
         below = os.path.relpath(directory, base)
-        with contextlib.suppress(MediumError), _open_hidden(base) as folder:
-            for path in itertools.chain(*folder.in_flight().values()):
-                where, name = os.path.split(os.fsdecode(path))
-                if where == ("" if below == "." else below):
-                    found.add(name)
+        with contextlib.suppress(MediumError), contextlib.ExitStack() as stack:
+            folder = HiddenFolder(Linux(), base)
+            # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
+            stack.callback(folder.leave)
+            for token, paths in folder.in_flight().items():
+                places = [os.path.split(os.fsdecode(path)) for path in paths]
+                names = {name for where, name in places if where == ("" if below == "." else below)}
+                if names:
+                    found[token] = names
     return found
-
-
-@contextlib.contextmanager
-def _open_hidden(base: str) -> Iterator[HiddenFolder[Descriptor]]:
-    folder = HiddenFolder(Linux(), base)
-    try:
-        yield folder
-    finally:
-        # Not ``close``, which removes an empty hidden folder: waiting must change nothing.
-        folder.forget()
-        folder.system.close(folder.base)

@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 from portus.engine.copying.thread import InterruptibleCondition
@@ -80,10 +81,9 @@ class Queue:
         self._bytes_max: Final = bytes_max
         self._lock: Final = threading.RLock()
         self._changed: Final = InterruptibleCondition(self._lock)
-        self._waiting: deque[tuple[Work, Turn | None]] = deque()
+        self._unfinished: deque[tuple[Work, Turn | None]] = deque()
+        """The work that was put, with its place; the first of it runs if ``_running_by`` is set."""
         self._turns: set[Turn] = set()
-        self._running: Work | None = None
-        self._running_on: Turn | None = None
         self._running_by: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -116,7 +116,7 @@ class Queue:
     def dismiss(self, turn: Turn) -> bool:
         """Give the place back, if it was taken. Return False if its work was put, and will run."""
         with self._lock:
-            if any(own is turn for _, own in self._waiting) or turn is self._running_on:
+            if any(own is turn for _, own in self._unfinished):
                 return False
             self._turns.discard(turn)
             self._changed.notify_all()
@@ -129,88 +129,81 @@ class Queue:
         runs everything here.
         """
         with self._lock:
-            self._waiting.append((work, turn))
+            self._unfinished.append((work, turn))
             self._changed.notify_all()
         self._see_to_it()
-
-    def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until all work has ended; return False if time ran out."""
-        self._see_to_it()
-        with self._lock:
-            self._hurry()
-            return self._changed.wait_for(self.idle, timeout_s)
 
     def catch_up(self, timeout_s: float | None = None) -> bool:
         """Wait until all work put so far has ended, and no longer; return False if time ran out."""
         self._see_to_it()
         with self._lock:
             self._hurry()
-            asked = self._outstanding()
-            return self._changed.wait_for(
-                lambda: not any(each is work for each in self._outstanding() for work in asked),
-                timeout_s,
-            )
+            return self._changed.wait_for(partial(self._has_done, self._outstanding()), timeout_s)
 
-    def put_all(self, saver: object, timeout_s: float) -> bool:
-        """Wait until no other thread is in a save of ``saver``; return False if time ran out."""
+    def finish(self, saver: object = None) -> None:
+        """Wait until no other thread is in a save of ``saver``, or of any, and all work put so far
+        has ended. On the worker, which does that work, wait for the other threads alone. Logs every
+        ten seconds that it waits."""
         with self._lock:
-            return self._changed.wait_for(lambda: self._has_put_all(saver), timeout_s)
+            self._hurry()
+            self._await(partial(self._has_put_all, saver))
+        self._see_to_it()
+        if not self.on_worker():
+            with self._lock:
+                self._hurry()
+                self._await(partial(self._has_done, self._outstanding()))
 
     def has_more(self) -> bool:
         """Return True if work waits behind the running one, or a save is about to be put."""
-        return bool(self._waiting) or len(self._turns) > 1
+        return len(self._unfinished) > 1 or len(self._turns) > 1
 
     def idle(self) -> bool:
         with self._lock:
-            return not self._waiting and self._running is None
+            return not self._unfinished
 
     def close(self) -> None:
         """Admit no more saves, finish those admitted and put, and end the thread. Logs every ten
         seconds that it waits."""
         self._closing = True
         try:
-            self._finish()
+            with self._lock:
+                self._changed.notify_all()
+            self.finish()
+            if not self.on_worker():
+                with self._lock:
+                    thread = self._thread
+                    # Not by join: Ctrl-C in it makes Python take a thread for ended that still
+                    # runs.
+                    self._await(self._has_ended)
+                if thread is not None:
+                    thread.join()
         except BaseException:  # Ctrl-C
             self._closing = False
             raise
 
-    def _finish(self) -> None:
+    def _await(self, is_over: Callable[[], bool]) -> None:
         start = time.monotonic()
-        with self._lock:
-            self._hurry()
-            self._changed.notify_all()
-            while not self._changed.wait_for(self._has_put_all, _NEWS_S):
-                self._say_since(start)
-        self._see_to_it()
-        if self.on_worker():
-            return
-        with self._lock:
-            thread = self._thread
-            # Not by join: Ctrl-C in it makes Python take a thread for ended that still runs.
-            while not self._changed.wait_for(self._has_ended, _NEWS_S):
-                self._say_since(start)
-        if thread is not None:
-            thread.join()
+        while not self._changed.wait_for(is_over, _NEWS_S):
+            _log.warning(
+                "%s: still finishing saves after %.0f s. If this continues, check the disk, or the "
+                "storage host, that they go to",
+                self._name,
+                time.monotonic() - start,
+            )
 
     def _has_ended(self) -> bool:
-        return self._thread is None and self._running is None and not self._waiting
+        return self._thread is None and not self._unfinished
 
-    def _has_put_all(self, saver: object = None) -> bool:
+    def _has_done(self, asked: Sequence[Work]) -> bool:
+        return not any(each is work for each in self._outstanding() for work in asked)
+
+    def _has_put_all(self, saver: object) -> bool:
         """Return True if no other thread is in a save: between its admission and its work. saver:
         the owner of these; None: of all."""
-        placed = {own for _, own in self._waiting} | {self._running_on}
+        placed = {own for _, own in self._unfinished}
         here = threading.current_thread()
         left = [each for each in self._turns - placed if saver in (None, each.saver)]
         return not any(turn.by is not here and turn.by.is_alive() for turn in left)
-
-    def _say_since(self, start: float) -> None:
-        waited = time.monotonic() - start
-        _log.warning(
-            "%s: still finishing saves after %.0f s. If this continues, check the disk, or the "
-            "storage host, that they go to",
-            self._name,
-            waited,
-        )
 
     def _check_open(self) -> None:
         if self._closing:
@@ -224,7 +217,7 @@ class Queue:
         """Start a thread if there is work for it. Ctrl-C may have come before one was started."""
         with self._lock:
             alive = self._thread is not None and self._thread.is_alive()
-            if alive or not self._waiting or self.on_worker():
+            if alive or not self._count_waiting() or self.on_worker():
                 return
             # A daemon: Python joins other threads before ``atexit`` runs, and only that closes this
             # queue, so each exit would last until the thread had been idle for ``_IDLE_S``.
@@ -243,9 +236,10 @@ class Queue:
             work.hurry()
 
     def _outstanding(self) -> list[Work]:
-        """Return the unfinished work: the first of it may be running."""
-        running = [] if self._running is None else [self._running]
-        return [*running, *(work for work, _ in self._waiting)]
+        return [work for work, _ in self._unfinished]
+
+    def _count_waiting(self) -> int:
+        return len(self._unfinished) - (self._running_by is not None)
 
     def _work(self) -> None:
         try:
@@ -270,37 +264,35 @@ class Queue:
                 work.fail(error)  # changes nothing if it has ended already
             finally:
                 with self._lock:
-                    self._end(turn)
-
-    def _end(self, turn: Turn | None) -> None:
-        self._running = self._running_on = self._running_by = None
-        if turn is not None:
-            self._turns.discard(turn)
-        self._changed.notify_all()
+                    self._unfinished.popleft()
+                    self._running_by = None
+                    if turn is not None:
+                        self._turns.discard(turn)
+                    self._changed.notify_all()
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all work when the thread is dying, so that no waiter waits for ever."""
         with self._lock:
-            left, self._waiting = self._waiting, deque()
+            if self._running_by is threading.current_thread():
+                self._running_by = None
+            left = [self._unfinished.pop() for _ in range(self._count_waiting())]
+            self._turns.difference_update(turn for _, turn in left)
             self._thread = None
             self._changed.notify_all()
-            for _, turn in left:
-                self._end(turn)
-        for work, _ in left:
+        for work, _ in reversed(left):
             work.fail(error)
 
     def _next(self) -> tuple[Work, Turn | None] | None:
         """Return the next work; None ends the thread. Never while other work runs."""
         with self._lock:
             if threading.current_thread() is self._thread:
-                self._changed.wait_for(lambda: bool(self._waiting) or self._closing, _IDLE_S)
+                self._changed.wait_for(lambda: bool(self._unfinished) or self._closing, _IDLE_S)
             # Where no thread can be started, callers run the work, still one at a time (V5).
-            self._changed.wait_for(lambda: self._running is None)
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._running_by is None)
+            if not self._unfinished:
                 if threading.current_thread() is self._thread:
                     self._thread = None
                     self._changed.notify_all()
                 return None
-            self._running, self._running_on = self._waiting.popleft()
             self._running_by = threading.current_thread()
-            return self._running, self._running_on
+            return self._unfinished[0]

@@ -9,7 +9,7 @@ from typing import Final
 
 from portus.engine.files.queue import Queue
 from portus.engine.job.settings import OnError
-from portus.engine.pipeline.handle import RefusedSave
+from portus.engine.pipeline.handle import EndedSave
 from portus.engine.pipeline.run import Save
 from portus.errors import AbandonedError
 
@@ -29,7 +29,7 @@ class Reports:
         self._on_error: Final = on_error
         self._queue: Final = queue
         self._patience_s: Final = patience_s
-        self._failed: Final[deque[Save | RefusedSave]] = deque()
+        self._failed: Final[deque[Save | EndedSave]] = deque()
         self._given_up: AbandonedError | None = None
         """The first save that was given up, if none was committed before it was logged."""
         self._commits = 0
@@ -50,7 +50,7 @@ class Reports:
     def note_commit(self) -> None:
         self._commits += 1
 
-    def note_failure(self, save: Save | RefusedSave) -> None:
+    def note_failure(self, save: Save | EndedSave) -> None:
         """Note a failed save, to be reported unless its handle reports it first."""
         self._failed.append(save)
 

@@ -6,15 +6,12 @@ values are allowed.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
 from portus.engine.extensions import MIRROR_OF, PARSE_MIRROR, extension
 from portus.engine.pipeline.audit import Guard
 from portus.engine.settings.fits import Count, Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
-
-_log: Final = logging.getLogger("portus")
 
 OnError = Literal["warn", "raise"]
 

@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any, Final, Protocol
 
-from portus.engine.directory.waiting import bases_of, wait_for_drafts
+from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.extensions import MIRRORED, extension
 from portus.engine.files.pending import PENDING
 from portus.engine.job.settings import Settings
@@ -123,9 +123,8 @@ def is_blocking() -> bool:
 @calls.mark
 def recover_left(directory: str) -> None:
     """Restore files that a killed process had removed too early."""
-    if bases_of(directory):  # a few calls of stat, where nothing was ever saved
-        with contextlib.suppress(MediumError):  # a load reports what is missing
-            recover(directory)
+    with contextlib.suppress(MediumError):  # a load reports what is missing
+        recover(directory)
 
 
 @calls.mark

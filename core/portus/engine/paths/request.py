@@ -12,17 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from portus.engine.directory.file_draft import FileDraft
 from portus.engine.directory.folder import FOLDER
 from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image
 from portus.engine.media.base import PLAIN_FILE
-from portus.engine.media.process import Descriptor
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import FileContents
-from portus.engine.writer.image_file import FileDraft
 from portus.errors import MediumError, UsageError, printable
 
 
@@ -89,18 +88,6 @@ def refuse_hidden(path: str) -> None:
 def name_of(files: Sequence[NewFile]) -> str:
     """Return the name of all the files together, for messages."""
     return files[0].said if len(files) == 1 else os.path.dirname(files[0].said)
-
-
-def base_of(said: str | None, path: str) -> str | None:
-    """Return the base of a request if it is above ``path``, on its file system; else None."""
-    if said is None:
-        return None
-    base, where = os.path.realpath(said), os.path.dirname(path)
-    try:
-        is_same = os.stat(base).st_dev == os.stat(where).st_dev
-        return base if is_same and os.path.commonpath([base, where]) == base else None
-    except (OSError, ValueError):
-        return None
 
 
 def _target_of(path: str | os.PathLike[str], *, follows_links: bool) -> tuple[str, str]:
@@ -190,7 +177,7 @@ class Destination:
     def note_commit(self, draft: Draft, version: CommittedVersion, steady: Flags) -> None:
         """Note that ``draft`` was committed. steady: which storages equalled those before."""
 
-    def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
+    def remove(self, path: str, publisher: Publisher) -> None:
         """Remove the file at ``path``, and data that only it refers to."""
         publisher.remove(path)
 

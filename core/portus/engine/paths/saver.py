@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import shutil
@@ -20,7 +19,8 @@ from typing import Final
 import torch
 
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.publisher import Publication, Publisher
+from portus.engine.directory.file_draft import FileDraft, FileWriter
+from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import Linux, medium_error
 from portus.engine.directory.waiting import bases_of
 from portus.engine.fence import fence
@@ -29,34 +29,27 @@ from portus.engine.fence.snapshot import CopyPlanner, SnapshotMode
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.files.queue import Queue, Turn
-from portus.engine.image.image import Image
 from portus.engine.job.reports import Reports
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.media.file_calls import OUT_OF_SPACE
-from portus.engine.media.process import Descriptor
 from portus.engine.paths.request import (
     Destination,
     FileToSave,
     NewFile,
     OwnFormat,
-    base_of,
     name_of,
     targets_of,
 )
-from portus.engine.paths.written_file import WrittenFile
-from portus.engine.pipeline import commits
+from portus.engine.paths.written_file import write_now
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages
 from portus.engine.pipeline.draft import CommittedVersion, Draft
-from portus.engine.pipeline.handle import RefusedSave, SaveHandle, SaveStats
+from portus.engine.pipeline.handle import EndedSave, SaveHandle, SaveStats, note_newest
 from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.state.contents import FileContents, JoinedStorages
 from portus.engine.state.pickling import pickle_state
-from portus.engine.writer.image_file import FileDraft, ImageFile
-from portus.engine.writer.ring import StagingRing
-from portus.engine.writer.ways import Ways
 from portus.errors import (
     AbandonedError,
     CorruptionError,
@@ -69,7 +62,7 @@ from portus.errors import (
 )
 
 
-class SharedWriter:
+class SharedWriter(FileWriter):
     """The objects that the savers of a process share. Threads share it; a forked child makes its
     own.
 
@@ -78,17 +71,13 @@ class SharedWriter:
     """
 
     def __init__(self, staging: int) -> None:
+        super().__init__(staging)
         self.queue: Final = Queue("portus-files", staging)
-        self.publisher: Final = Publisher(Linux())
-        self.ring: Final = StagingRing(staging)
-        self.ways: Final = Ways()
 
     def close(self) -> None:
         """Finish the saves in flight, and remove hidden files."""
-        # First: its work uses the other two.
-        self.queue.close()
-        self.publisher.close()
-        self.ring.close()
+        self.queue.close()  # first: its work uses the others
+        super().close()
 
 
 def recover(directory: str) -> None:
@@ -110,12 +99,8 @@ _WRONG_PATH: Final = frozenset(
 )
 """Errors that the call raises at once, since only another path helps."""
 
-_NEWS_S: Final = 10.0
-
 _PLAIN: Final = SaveRequest()
 """The request of a file that only has a name, without reports."""
-
-_log: Final = logging.getLogger("portus")
 
 
 class FileSaver:
@@ -157,8 +142,7 @@ class FileSaver:
         request: SaveRequest = _PLAIN,
         fenced: Sequence[torch.Tensor] = (),
     ) -> SaveHandle:
-        new = _new_files(files, targets_of(files, follows_links=request.follows_links))
-        written = WrittenFile(new, request)
+        written = write_now(_new_files(files, request), request)
         self.reports.note_commit()
         return SaveHandle(written)
 
@@ -175,10 +159,10 @@ class FileSaver:
         start = time.perf_counter()
         self.reports.tell(is_save=True)
         try:
-            targets = targets_of(files, follows_links=request.follows_links)
+            new = _new_files(files, request)
         except MediumError as error:
             return self.refuse(error, time.perf_counter() - start)
-        return self._save(_new_files(files, targets), request, fenced, start)
+        return self._save(new, request, fenced, start)
 
     def _refuse_nested(self, name: str, state: object, request: SaveRequest) -> SaveHandle:
         raise calls.refusal(f"save of step {request.step} to a pool")
@@ -252,17 +236,9 @@ class FileSaver:
     def close(self) -> None:
         """Finish the saves in flight, and report their failures. After Ctrl-C it is still open."""
         self._is_closed = True
-        queue, start = self.shared.queue, time.monotonic()
         try:
-            # The worker cannot wait for its own work to end.
-            while not queue.on_worker():
-                if queue.put_all(self, _NEWS_S) and queue.catch_up(_NEWS_S):
-                    break
-                _log.warning(
-                    "portus: still finishing saves after %.0f s. If this continues, check the disk "
-                    "that they go to",
-                    time.monotonic() - start,
-                )
+            if not self.shared.queue.on_worker():  # it cannot wait for its own work to end
+                self.shared.queue.finish(self)
         except BaseException:
             self._is_closed = False
             raise
@@ -299,7 +275,7 @@ class FileSaver:
             is_final = self._raises_wrong_path and error.errno in _WRONG_PATH
             if is_final or not self.reports.await_commit():
                 raise error
-        refused = RefusedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
+        refused = EndedSave(error, SaveStats(call_s=waited_s, queue_s=waited_s))
         self.reports.note_failure(refused)
         return SaveHandle(refused)
 
@@ -317,10 +293,13 @@ class FileSaver:
         joined = JoinedStorages([each.contents for each in new])
         self.destination.open()
         snapshot = self._snapshot(name_of(new), joined, request, fenced)
-        paths = [each.real for each in new if each.real]
+        paths = {each.real: each.said for each in new if each.real}
         owner = _Owner(self, request, len(new), joined.describer())
         contents = self.destination.at_paths(new, images, snapshot)
-        files = self._files_of(new, asked, request, contents) if contents else None
+        files = None
+        if contents:
+            turn = _unless_newer(paths, asked)
+            files = FileDraft(self.shared, list(paths), contents, turn, request)
         draft: Draft | None = files
         try:
             draft = self.destination.draft(new, images, snapshot, files, request)
@@ -366,50 +345,11 @@ class FileSaver:
             guarded=planned.guarded,
             feeds=planned.feeds,
             changes=joined.changes,
-            alive=(joined.storages, planned.feeds),
             owners=joined.storages,
             exposed=planned.exposed,
             metrics=request.metrics,
             keep=request.keep,
         )
-
-    def _files_of(
-        self, new: Sequence[NewFile], asked: int, request: SaveRequest, images: Sequence[Image]
-    ) -> FileDraft:
-        """Begin the files at the paths."""
-        unpublished = self._begin_publication(new, request)
-        try:
-            files = [
-                ImageFile(
-                    draft.file.number,
-                    unpublished.path_of(draft.name),
-                    image,
-                    is_spare=draft.is_spare,
-                    ring=self.shared.ring,
-                    ways=self.shared.ways,
-                )
-                for draft, image in zip(unpublished.files, images, strict=True)
-            ]
-            turn = _unless_newer({each.real: each.said for each in new}, asked)
-            return FileDraft(unpublished, files, turn, request)
-        except BaseException:
-            self.shared.publisher.abandon(unpublished)
-            raise
-
-    def _begin_publication(
-        self, files: Sequence[NewFile], request: SaveRequest
-    ) -> Publication[Descriptor]:
-        publisher = self.shared.publisher
-        while True:  # ends: there is nothing left to give back
-            try:
-                return publisher.begin(
-                    *(each.real for each in files),
-                    base=base_of(request.base, files[0].real),
-                    removed_elsewhere=request.removed_elsewhere,
-                )
-            except MediumError as error:
-                if error.errno not in OUT_OF_SPACE or not publisher.make_room(request):
-                    raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -444,7 +384,7 @@ class _Owner(SaveOwner):
         saver, shared = self.saver, self.saver.shared
         if save.error is None:
             saver.reports.note_commit()
-            commits.note(save.result(0))
+            note_newest(save.result(0))
             # Between two saves, not in one: with huge pages the next audit is nearly free
             # (decision 0051).
             for _ in saver.auditor.use_huge_pages():
@@ -467,7 +407,8 @@ def _contents_of(state: object) -> FileContents:
     return state.file_contents() if isinstance(state, OwnFormat) else pickle_state(state)
 
 
-def _new_files(files: Sequence[FileToSave], targets: Sequence[tuple[str, str]]) -> list[NewFile]:
+def _new_files(files: Sequence[FileToSave], request: SaveRequest) -> list[NewFile]:
+    targets = targets_of(files, follows_links=request.follows_links)
     return [
         NewFile(said, real, _contents_of(file.state))
         for file, (said, real) in zip(files, targets, strict=True)

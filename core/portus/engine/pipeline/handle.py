@@ -87,23 +87,41 @@ class SavePending(Protocol):
     def join(self) -> None: ...
 
 
-class RefusedSave:
-    """A save that never began; ``error`` is the reason."""
+class EndedSave:
+    """A save that no thread works on: one that never began, with the error, or one that was written
+    within its call."""
 
     over: Final = True
 
-    def __init__(self, error: PortusError, stats: SaveStats) -> None:
-        self.error: Final = error
+    def __init__(self, outcome: VersionInfo | PortusError, stats: SaveStats) -> None:
+        self.error: Final = outcome if isinstance(outcome, PortusError) else None
         self.stats: Final = stats
         self.reported = False
+        self._outcome: Final = outcome
 
     def join(self) -> None:
-        """Return at once: a save that never began has ended."""
+        """Return at once: it has ended."""
 
     def result(self, timeout_s: float | None) -> VersionInfo:
-        """Raise ``error``."""
-        self.reported = True
-        raise self.error
+        """Return the version, or raise the error, at once."""
+        if isinstance(self._outcome, PortusError):
+            self.reported = True
+            raise self._outcome
+        return self._outcome
+
+
+_newest: VersionInfo | None = None
+
+
+def note_newest(version: VersionInfo) -> None:
+    """Note that a save of this process was committed, at any place."""
+    global _newest
+    _newest = version
+
+
+def newest() -> VersionInfo | None:
+    """Return the newest commit of this process; None if there is none."""
+    return _newest
 
 
 class SaveHandle:

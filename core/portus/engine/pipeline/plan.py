@@ -53,12 +53,12 @@ class Snapshot:
     fed). ``late``: the storage does not change until the fence opens, so it may be copied late; the
     others are copied before the save returns. ``steady``: it probably equals that of the version
     before, so it is hashed before anything is copied. ``guarded``: the data pointers of the late
-    ones, by which a fence knows them. ``feeds``: by index, those on a device. ``alive``: held until
-    the save has ended, so that no address is reused. ``owners``: the object of each storage that
-    keeps its memory alive; empty: unknown. ``changes``: a count for each storage, which grows with
-    the writes to it that are counted. ``exposed``: the indices of those in memory that other
-    processes may have too; none of them is late. ``metrics``, ``keep``: of the version, see
-    ``Labels``.
+    ones, by which a fence knows them. ``feeds``: by index, those on a device. ``owners``: for each
+    storage what keeps its memory alive; empty: unknown. They and the feeds are held until
+    nothing is read any more, so that no address is reused. ``changes``: a count for each storage,
+    which grows with the writes to it that are counted. ``exposed``: the indices of those in memory
+    that other processes may have too; none of them is late. ``metrics``, ``keep``: of the version,
+    see ``Labels``.
     """
 
     model: str
@@ -71,7 +71,6 @@ class Snapshot:
     guarded: frozenset[int] = frozenset()
     feeds: Mapping[int, Feed] = field(default_factory=dict)
     changes: Callable[[], Column] | None = None
-    alive: object = None
     owners: Sequence[object] = ()
     exposed: Column = field(default_factory=lambda: np.empty(0, np.int64))
     metrics: Mapping[str, float] = field(default_factory=dict)

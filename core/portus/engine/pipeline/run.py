@@ -26,7 +26,7 @@ import numpy as np
 from portus.engine.copying.local import hash_sources
 from portus.engine.copying.segments import Digests, Sources, Stop, equal_storages, ranges
 from portus.engine.copying.thread import InterruptibleCondition
-from portus.engine.format.checksum import unit_counts
+from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.media import calls
 from portus.engine.pipeline.audit import Audit, LateStorages, StoredStorages, no_changes
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
@@ -113,7 +113,9 @@ class Save:
         self.error: PortusError | None = None
         """The error that ended it, if it failed."""
         self._info: VersionInfo | None = None
-        self._stored: list[tuple[Column, Digests]] = []
+        self._units: Final = unit_counts(snapshot.length)
+        self._digests: Final = np.zeros((int(self._units.sum()), DIGEST_SIZE), np.uint8)
+        """The digests of the stored units, of all storages."""
         self._audit: Audit | None = None
         self._asked_s: Final = time.perf_counter() if asked_s is None else asked_s
         self.storages = snapshot.guarded
@@ -279,7 +281,7 @@ class Save:
         address, lengths = self._snapshot.address[indices], self._snapshot.length[indices]
         found = hash_sources(Sources.in_memory(address, lengths), self._stop)
         # Equal readings: at a moment between them the memory was exactly what is stored.
-        equal = equal_storages(found, self._digests_of(indices), lengths)
+        equal = equal_storages(found, self._digests[self._rows(indices)], lengths)
         changed = np.delete(indices, equal)
         if len(changed):
             self.stats.inexact_bytes += int(self._snapshot.length[changed].sum())
@@ -290,7 +292,7 @@ class Save:
         self._note(indices, self.draft.copy_fed(indices, feeds, self._stop))
 
     def _note(self, indices: Column, digests: Digests) -> None:
-        self._stored.append((indices, digests))
+        self._digests[self._rows(indices)] = digests
         self._note_steady(indices, digests)
 
     # Sharing.
@@ -319,7 +321,7 @@ class Save:
         if not len(equal):
             return indices
         self._steady[equal] = True
-        self._stored.append((equal, before.digests(equal)))
+        self._digests[self._rows(equal)] = before.digests(equal)
         self.stats.shared_bytes += int(snapshot.length[equal].sum())
         return np.setdiff1d(indices, equal)
 
@@ -354,7 +356,8 @@ class Save:
         if self._audit is None:
             return
         late = self._late_here()
-        torn = late[self._audit.torn(StoredStorages(late, self._digests_of(late), self.draft))]
+        stored = StoredStorages(late, self._digests[self._rows(late)], self.draft)
+        torn = late[self._audit.torn(stored)]
         if len(torn):
             self._owner.torn(self._snapshot.address[torn].tolist())
             raise AbandonedError(self._verdict(torn.tolist()))
@@ -365,14 +368,9 @@ class Save:
         changed = (lambda: changes()[rows]) if changes is not None else no_changes
         return LateStorages(snapshot.address[rows], snapshot.length[rows], changed)
 
-    def _digests_of(self, indices: Column) -> Digests:
-        """Return the unit digests that were stored for some storages."""
-        lengths = self._snapshot.length
-        units = np.zeros((int(unit_counts(lengths).sum()), 16), np.uint8)
-        first = np.cumsum(unit_counts(lengths)) - unit_counts(lengths)
-        for placed, digests in self._stored:
-            units[ranges(first[placed], unit_counts(lengths[placed]))] = digests
-        return units[ranges(first[indices], unit_counts(lengths[indices]))]
+    def _rows(self, indices: Column) -> Column:
+        """Return the rows of some storages' digests."""
+        return ranges((np.cumsum(self._units) - self._units)[indices], self._units[indices])
 
     def _late_here(self) -> Column:
         """Return the late storages with an address in this process."""
@@ -438,7 +436,7 @@ class Save:
 
     def _forget_sources(self) -> None:
         """Release the caller's memory, which is not read any more."""
-        self._snapshot = replace(self._snapshot, alive=None, owners=(), feeds={}, changes=None)
+        self._snapshot = replace(self._snapshot, owners=(), feeds={}, changes=None)
 
     def _let_go(self) -> None:
         """Release everything at the end of ``run``, however it ended."""

@@ -1,4 +1,4 @@
-"""``ImageFile``: the file of an image while it is written; ``FileDraft``: those of one save.
+"""``ImageFile``: the file of an image while it is written.
 
 Each byte of a storage is loaded once, and copied, hashed and summed in one pass. There are two ways
 to the medium (``cached``, ``staged``); ``ways`` says which one is faster for such a file.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from portus.engine.copying.local import best_engine
@@ -32,12 +32,7 @@ from portus.engine.copying.segments import (
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image, Literal
 from portus.engine.media import linux
-from portus.engine.media.file_calls import OUT_OF_SPACE, advice, file_system_of
-from portus.engine.pipeline.draft import Labels
-from portus.engine.pipeline.plan import Feed, Previous
-from portus.engine.pipeline.request import SaveRequest
-from portus.engine.spec import VersionInfo
-from portus.engine.writer import crc
+from portus.engine.media.file_calls import advice, file_system_of
 from portus.engine.writer.cached_way import CachedWay, MappedWay
 from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.staged_way import StagedWay, set_direct
@@ -123,15 +118,8 @@ class ImageFile:
 
     def finish(self) -> None:
         """Write the rest of the image; return when all of it is on the medium."""
-        _, lengths = unit_spans(self.image.offset, self.image.length)
-        units = list(zip(self._crcs.tolist(), lengths.tolist(), strict=True))
-        ends = self._first + self._units
-        crcs = [
-            crc.join(units[first:end])
-            for first, end in zip(self._first.tolist(), ends.tolist(), strict=True)
-        ]
         # Only now: they contain the digests and CRCs of what was stored.
-        literals = self.image.literals(self._digests, np.array(crcs, np.uint32))
+        literals = self.image.literals(self._digests, join_crcs(self._crcs, self.image.length))
         with self._translate_errors():
             way = self._open_way()
             for literal in (*literals, *self._zeros(literals)):
@@ -232,149 +220,12 @@ class ImageFile:
             self._spent_s += time.perf_counter() - start
 
 
-@dataclass(frozen=True, slots=True)
-class CommittedFile:
-    """A file that was published. ``info.model`` is its path; ``info.id`` is 0."""
-
-    info: VersionInfo
-
-
-class DurableFiles(Protocol):
-    """Files that are durable, and become visible together; see ``Publication``."""
-
-    @property
-    def path(self) -> str: ...
-
-    def make_room(self, request: SaveRequest) -> bool: ...
-
-    def publish(self, turn: AbstractContextManager[None]) -> None: ...
-
-    def abandon(self) -> None: ...
-
-
-class FileDraft:
-    """A ``Draft`` of files in a directory. Publishes ``draft`` or abandons it, and closes
-    ``files``.
-
-    files: those of the draft, in its order; the storages of the save are theirs, one file after
-    another. turn: entered while the files get their names; raises an error that forbids it.
-    request: of the save.
-    """
-
-    bounced_bytes: Final = 0
-    """Always 0: no bytes go through a socket."""
-
-    def __init__(
-        self,
-        draft: DurableFiles,
-        files: Sequence[ImageFile],
-        turn: AbstractContextManager[None],
-        request: SaveRequest,
-    ) -> None:
-        self._draft: Final = draft
-        self._files: Final = files
-        self._turn: Final = turn
-        self._request: Final = request
-        counts = np.array([len(each.image.length) for each in files], np.int64)
-        self._first: Final = np.cumsum(counts) - counts
-
-    @property
-    def name(self) -> str:
-        return self._draft.path
-
-    @property
-    def kept_bytes(self) -> int:
-        return sum(each.kept_bytes for each in self._files)
-
-    def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        return _join(
-            file.copy(indices[part] - first, address[part], stop)
-            for file, first, part in self._by_file(indices)
-        )
-
-    def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
-        return _join(
-            file.copy_units(int(indices[at]) - first, _units(feeds[at]), stop)
-            for file, first, part in self._by_file(indices)
-            for at in part.tolist()
-        )
-
-    def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
-        """Return False: two files share no bytes."""
-        return False
-
-    def read_back(
-        self, storage: Column, offset: Column, length: Column
-    ) -> NDArray[np.uint8] | None:
-        found = [
-            file.read_back(storage[part] - first, offset[part], length[part])
-            for file, first, part in self._by_file(storage)
-        ]
-        seen = [each for each in found if each is not None]
-        return np.concatenate(seen) if seen and len(seen) == len(found) else None
-
-    def _by_file(self, storages: Column) -> Iterator[tuple[ImageFile, int, Column]]:
-        """Yield each file, its first storage, and the places in ``storages`` of some that are in
-        it; end to end these are all places."""
-        owner = np.searchsorted(self._first, storages, "right") - 1
-        cuts = np.flatnonzero(np.diff(owner)) + 1
-        for part in np.split(np.arange(len(storages)), cuts):
-            if len(part):
-                number = int(owner[part[0]])
-                self._open(self._files[number])
-                yield self._files[number], int(self._first[number]), part
-
-    def _open(self, file: ImageFile) -> None:
-        while True:  # ends: there is nothing left to give back
-            try:
-                file.open()
-                return
-            except MediumError as error:
-                if error.errno not in OUT_OF_SPACE or not self._draft.make_room(self._request):
-                    raise
-
-    def commit(self, labels: Labels) -> CommittedFile:
-        self.finish()
-        self.publish()
-        return CommittedFile(
-            VersionInfo(
-                model=labels.model,
-                id=0,
-                commit=0,
-                step=labels.step,
-                token=labels.token,
-                time_ns=time.time_ns(),
-                size=sum(int(each.image.length.sum()) for each in self._files),
-                inexact=labels.inexact,
-                metrics=labels.metrics,
-            )
-        )
-
-    def finish(self) -> None:
-        """Return when the files are durable, and may get their names. Raises ``PortusError``."""
-        for file in self._files:
-            self._open(file)
-            file.finish()
-        self._request.ready()
-
-    def publish(self) -> None:
-        """Give the files their names. Raises ``PortusError``."""
-        # After ``finish``: a name that is durable before its bytes may show any bytes.
-        self._draft.publish(self._turn)
-
-    def release(self) -> None:
-        with contextlib.ExitStack() as stack:
-            # Called last: by then no write to the files is in flight.
-            stack.callback(self._draft.abandon)
-            for file in self._files:
-                stack.callback(file.close)
-
-
-def _join(digests: Iterable[Digests]) -> Digests:
-    found = list(digests)
-    return np.concatenate(found) if found else np.zeros((0, DIGEST_SIZE), np.uint8)
-
-
-def _units(feed: Feed) -> Iterator[tuple[int, int]]:
-    with feed.units() as units:
-        yield from units
+def join_crcs(crcs: Crcs, length: Column) -> Crcs:
+    """Return the CRC32 of each storage of ``length`` bytes, from those of its units."""
+    _, sizes = unit_spans(np.zeros_like(length), length)
+    units = zip(crcs.tolist(), sizes.tolist(), strict=True)
+    joined = np.zeros(len(length), np.uint32)
+    for row, count in enumerate(unit_counts(length).tolist()):
+        for crc, size in itertools.islice(units, count):
+            joined[row] = isal_zlib.crc32_combine(int(joined[row]), crc, size)
+    return joined

@@ -14,7 +14,6 @@ from typing import Final
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder, LockedRecord
 from portus.engine.directory.system import Linux
-from portus.engine.media.process import Descriptor
 from portus.errors import BusyError, MediumError, printable
 
 
@@ -51,9 +50,7 @@ class SeriesClaim:
             raise
 
 
-def _release(
-    owner: int, folder: HiddenFolder[Descriptor], record: LockedRecord[Descriptor]
-) -> None:
+def _release(owner: int, folder: HiddenFolder, record: LockedRecord) -> None:
     if owner != os.getpid():
         return  # a forked child exits
     with contextlib.suppress(MediumError):

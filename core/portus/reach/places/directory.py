@@ -196,8 +196,7 @@ def _leftovers(directory: str) -> Garbage:
         sizes = [os.lstat(path).st_size for path in paths if os.path.lexists(path)]
         return Garbage(pieces=len(sizes), freed=sum(sizes))
     finally:
-        folder.forget()
-        folder.system.close(folder.base)
+        folder.leave()
 
 
 def _recover(directory: str, found: Garbage) -> Garbage:

@@ -18,14 +18,13 @@ from portus.engine.copying.segments import (
     cut,
     memory,
     ranges,
-    unit_spans,
 )
 from portus.engine.format.checksum import DIGEST_SIZE, unit_counts
 from portus.engine.image.image import Image
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
-from portus.engine.writer import crc
+from portus.engine.writer.image_file import join_crcs
 from portus.errors import MediumError
 from portus.reach.index.file_table import FileTable, encode_table
 from portus.reach.index.records import VersionRecord
@@ -154,19 +153,13 @@ class ImageDraft:
 
     def _around(self) -> Iterator[bytearray]:
         """Yield the bytes around the storages of each file."""
-        _, sizes = unit_spans(np.zeros_like(self._length), self._length)
-        units = list(zip(self._crcs.tolist(), sizes.tolist(), strict=True))
         first = 0
         for file, image in zip(self._table.files, self._images, strict=True):
             own = np.arange(first, first + len(image.length))
             first += len(image.length)
-            begins, counts = self._first[own].tolist(), self._units[own].tolist()
-            joined = [
-                crc.join(units[begin : begin + count])
-                for begin, count in zip(begins, counts, strict=True)
-            ]
-            digests = self._digests[self._rows(own)]
-            yield file.bytes_around(image.literals(digests, np.array(joined, np.uint32)))
+            rows = self._rows(own)
+            crcs = join_crcs(self._crcs[rows], self._length[own])
+            yield file.bytes_around(image.literals(self._digests[rows], crcs))
 
     def _with_room(self, act: Callable[[], Digests]) -> Digests:
         while True:  # ends: there is nothing left to give back

@@ -13,17 +13,16 @@ from typing import Final
 
 import numpy as np
 
+from portus.engine.directory.file_draft import FileDraft
 from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
-from portus.engine.media.process import Descriptor
 from portus.engine.paths.request import Destination, NewFile
 from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
-from portus.engine.writer.image_file import FileDraft
 from portus.errors import (
     AbandonedError,
     BusyError,
@@ -179,7 +178,7 @@ class TrainingPool(Destination):
         assert isinstance(draft, ImageDraft), "drafts are made here"
         self._before, self._steady = draft.committed, steady
 
-    def remove(self, path: str, publisher: Publisher[Descriptor]) -> None:
+    def remove(self, path: str, publisher: Publisher) -> None:
         """Remove a pointer, and the version if it was the last one that refers to it."""
         pointer = self.pointer_at(path)
         # The name first, then the version (V5): killed in between, the version only takes space.

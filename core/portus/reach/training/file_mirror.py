@@ -27,6 +27,7 @@ from typing import Final
 
 import msgspec
 
+from portus.engine.directory.file_draft import base_of
 from portus.engine.directory.folder import FOLDER
 from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import Linux
@@ -36,7 +37,7 @@ from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.paths.request import base_of, make_directory
+from portus.engine.paths.request import make_directory
 from portus.engine.pipeline.request import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (
