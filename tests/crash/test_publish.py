@@ -449,6 +449,22 @@ def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
     assert {step_of(data) for data in system.visible("/d").values()} == {0, 1}
 
 
+def test_a_start_leaves_the_links_to_files_that_another_process_removes() -> None:
+    system = fresh()
+    files = Publisher(system)
+    save(system, files, "/d/step-0.pt", 0, Told(), removed_elsewhere=True)
+    [watched] = system.hidden("/d")
+    for _ in range(2):  # watched, and then a spare
+        other = Publisher(system)
+        other.recover("/d")
+        other.close()
+        assert watched in system.hidden("/d")
+        if "step-0.pt" in system.visible("/d"):
+            system.unlink_path("/d/step-0.pt")
+            save(system, files, "/d/step-1.pt", 1, Told())
+    assert save(system, files, "/d/step-2.pt", 2, Told())
+
+
 def test_a_file_that_was_removed_while_nothing_was_in_flight_is_not_put_back() -> None:
     system = fresh()
     files = Publisher(system)

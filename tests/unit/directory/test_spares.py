@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +81,16 @@ def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
     after.recover(os.fspath(tmp_path))
     after.close()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_is_not_written_over_when_a_user_removes_the_hidden_folder(
+    files: Publisher, tmp_path: Path
+) -> None:
+    for step in range(5):
+        assert not save(files, tmp_path / f"{step}.pt", removed_elsewhere=True)
+        if step == 2:  # the newest has other links, by which it is held
+            shutil.rmtree(tmp_path / ".portus")
+    files.close()
+    assert [(tmp_path / f"{step}.pt").read_text() for step in range(5)] == [
+        f"{step}.pt" for step in range(5)
+    ]
