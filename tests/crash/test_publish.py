@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from portus.engine.directory import recovery, redo
+from portus.engine.directory.folder import HiddenFolder
 from portus.engine.directory.publisher import Publisher
 from portus.engine.directory.system import FileState
 from portus.engine.media.process import Descriptor
@@ -343,9 +344,7 @@ def check(system: CrashFolder, told: Told, *, newest: bool) -> None:
     then, if ``newest``; nothing is left behind."""
     whole(system)
     for directory in directories(system):
-        files = Publisher(system)
-        files.recover(directory)
-        files.close()
+        recover(system, directory)
         assert not system.hidden(directory)
     for directory in directories(system)[1:]:
         steps_there = [step_of(data) for data in system.visible(directory).values()]
@@ -363,6 +362,15 @@ def whole(system: CrashFolder) -> list[int]:
             assert step is not None, f"{directory}/{name} has the bytes {data!r}"
             found.append(step)
     return found
+
+
+def recover(system: CrashFolder, directory: str) -> None:
+    """Do what the next start does."""
+    folder = HiddenFolder(system, directory)
+    try:
+        recovery.recover(folder)
+    finally:
+        folder.close()
 
 
 def explore(scenario: Scenario, *, early: bool = False, samples: int = 4) -> int:
@@ -401,8 +409,7 @@ def test_a_second_crash_in_the_start_after_the_first_one_loses_nothing() -> None
             again = found.kill()
             again.stop = again.events + second
             with contextlib.suppress(Crash):
-                files = Publisher(again)
-                files.recover("/d")
+                recover(again, "/d")
             check(again.kill(), told, newest=True)
 
 
@@ -439,9 +446,7 @@ def test_a_start_removes_nothing_of_a_process_that_is_alive() -> None:
     save(system, files, "/d/step-0.pt", 0, Told())
     draft = files.begin("/d/step-1.pt")
     before = system.hidden("/d")
-    other = Publisher(system)
-    other.recover("/d")
-    other.close()
+    recover(system, "/d")
     assert system.hidden("/d") == before
     system.write(draft.files[0].file, content(1))
     system.sync(draft.files[0].file)
@@ -455,9 +460,7 @@ def test_a_start_leaves_the_links_to_files_that_another_process_removes() -> Non
     save(system, files, "/d/step-0.pt", 0, Told(), removed_elsewhere=True)
     [watched] = system.hidden("/d")
     for _ in range(2):  # watched, and then a spare
-        other = Publisher(system)
-        other.recover("/d")
-        other.close()
+        recover(system, "/d")
         assert watched in system.hidden("/d")
         if "step-0.pt" in system.visible("/d"):
             system.unlink_path("/d/step-0.pt")
@@ -482,8 +485,7 @@ def test_a_held_file_that_does_not_verify_is_not_put_back() -> None:
     system.write(system.read_path("/d/step-0.pt"), b"rotten")
     system.unlink_path("/d/step-0.pt")
     found = system.kill()
-    other = Publisher(found)
-    other.recover("/d")
+    recover(found, "/d")
     assert not found.visible("/d")
 
 
@@ -590,10 +592,8 @@ def test_a_file_that_somebody_put_in_place_after_the_crash_stays() -> None:
             continue
         found.unlink(where, "b.pt")
         found.write(found.create(where, "b.pt"), b"theirs")
-        files = Publisher(found)
-        files.recover("/d/new")
+        recover(found, "/d/new")
         assert found.visible("/d/new")["b.pt"] == b"theirs"
-        files.close()
         assert not found.hidden("/d/new")
 
 
@@ -612,9 +612,7 @@ def test_a_damaged_marker_is_said_and_nothing_is_renamed(caplog: pytest.LogCaptu
         assert file is not None
         found.write(file, b'{"moves": [["a"]]}')
         before = found.visible("/d/new")
-        files = Publisher(found)
-        files.recover("/d/new")
-        files.close()
+        recover(found, "/d/new")
         assert found.visible("/d/new").items() >= before.items()
     assert seen
     assert "/d/new: the redo marker" in caplog.text
@@ -637,7 +635,7 @@ def test_the_next_save_of_a_process_finishes_what_a_failed_call_left() -> None:
         except MediumError as error:
             left += "may not have their names yet" in str(error)
             expected = {0} if "may not have their names yet" in str(error) else set()
-            files.recover("/d/new")
+            recover(system, "/d/new")
             assert {step_of(data) for data in system.visible("/d/new").values()} == expected
         system.fails = lambda event, text: None
         save_all(system, files, "/d/new", 1, told)
@@ -669,8 +667,7 @@ def nothing_older_comes_back() -> None:
         system, _ = run(removed_too_early, stop)
         before = set(whole(system))
         found = system.kill()
-        files = Publisher(found)
-        files.recover("/d")
+        recover(found, "/d")
         assert not before or set(whole(found)) == before
 
 

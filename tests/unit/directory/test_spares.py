@@ -11,6 +11,7 @@ import pytest
 
 from portus.engine.directory import publisher
 from portus.engine.directory.publisher import Publisher
+from portus.engine.directory.recovery import recover_directory
 from portus.engine.directory.system import Linux
 from portus.engine.media import linux
 
@@ -77,9 +78,7 @@ def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
     save(files, tmp_path / "0.pt", removed_elsewhere=True)
     files._watched[0].file.close()  # as its death does: the lock is gone
     os.unlink(tmp_path / "0.pt")
-    after = Publisher(Linux())
-    after.recover(os.fspath(tmp_path))
-    after.close()
+    recover_directory(os.fspath(tmp_path))
     assert os.listdir(tmp_path) == []
 
 

@@ -14,12 +14,12 @@ import pytest
 import safetensors.torch
 import torch
 
+from portus.engine.directory.recovery import recover_directory
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import verify_file
 from portus.engine.paths import process
 from portus.engine.paths.process import load, saver
 from portus.engine.paths.request import FileToSave
-from portus.engine.paths.saver import recover
 from portus.engine.pipeline.handle import SaveHandle
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.writer.image_file import ImageFile
@@ -224,7 +224,7 @@ def test_after_a_kill_at_any_change_of_a_name_a_directory_is_whole(
         told = where / "told"
         least = int(told.read_text() or 0) if told.exists() else 0
         for each in directories():
-            recover(os.path.realpath(each))
+            recover_directory(os.path.realpath(each))
         steps = []
         for each in directories():
             found = [torch.load(f"{each}/{name}") for name in visible(each)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from portus.engine.paths.saver import recover
+from portus.engine.directory.recovery import recover_directory
 from portus.errors import MediumError
 from portus.reach.training.links import replace_link
 from tests.warm import in_process
@@ -38,7 +38,7 @@ def test_a_process_that_is_killed_leaves_the_one_or_the_other(tmp_path: Path, th
             f"Kills({number})\n"
             "replace_link('last', 'new')\n"
         )
-        recover(str(where))
+        recover_directory(str(where))
         expected = {"old", "new"} | ({"last"} if os.path.lexists(where / "last") else set())
         assert set(os.listdir(where)) == expected, number
         text = (where / "last").read_text() if (where / "last").exists() else None

@@ -148,13 +148,6 @@ class Publisher:
                 raise
             return draft
 
-    def recover(self, directory: str) -> None:
-        """Restore files that a process that ended had removed too early from ``directory``, and
-        remove its remains there. Raises ``MediumError``."""
-        with self._lock:
-            self._directory(directory, directory)
-            self._close_unused()
-
     def remove(self, path: str) -> bool:
         """Remove a file, durably; return False if there is none. A file that this process wrote
         becomes the spare. Raises ``MediumError``."""

@@ -16,10 +16,22 @@ from typing import Final
 from portus.engine.directory import redo
 from portus.engine.directory.folder import DRAFT, FOLDER, HOLD, HiddenFolder, path_name
 from portus.engine.directory.system import Linux
+from portus.engine.directory.waiting import bases_of
 from portus.engine.media.process import Descriptor
 from portus.errors import MediumError, printable
 
 _log: Final = logging.getLogger("portus")
+
+
+def recover_directory(directory: str) -> None:
+    """Restore files of a directory, absolute, that processes that ended had removed too early, and
+    remove the rest of what they left. Raises ``MediumError``."""
+    for base in bases_of(directory):
+        folder = HiddenFolder(Linux(), base)
+        try:
+            recover(folder)
+        finally:
+            folder.close()
 
 
 def recover(folder: HiddenFolder) -> None:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import Any, Final, Protocol
 
+from portus.engine.directory.recovery import recover_directory
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.extensions import MIRRORED, extension
 from portus.engine.files.pending import PENDING
@@ -20,7 +21,7 @@ from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.loading.patterns import Patterns
 from portus.engine.media import calls
-from portus.engine.paths.saver import FileSaver, SharedWriter, recover
+from portus.engine.paths.saver import FileSaver, SharedWriter
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import MediumError, PortusError, UsageError
 
@@ -124,7 +125,7 @@ def is_blocking() -> bool:
 def recover_left(directory: str) -> None:
     """Restore files that a killed process had removed too early."""
     with contextlib.suppress(MediumError):  # a load reports what is missing
-        recover(directory)
+        recover_directory(directory)
 
 
 @calls.mark

@@ -20,9 +20,7 @@ import torch
 
 from portus.engine.copying.segments import Stop
 from portus.engine.directory.file_draft import FileDraft, FileWriter
-from portus.engine.directory.publisher import Publisher
-from portus.engine.directory.system import Linux, medium_error
-from portus.engine.directory.waiting import bases_of
+from portus.engine.directory.system import medium_error
 from portus.engine.fence import fence
 from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import CopyPlanner, SnapshotMode
@@ -78,17 +76,6 @@ class SharedWriter(FileWriter):
         """Finish the saves in flight, and remove hidden files."""
         self.queue.close()  # first: its work uses the others
         super().close()
-
-
-def recover(directory: str) -> None:
-    """Restore files that a killed process had removed from ``directory`` before their replacement
-    was there. Raises ``MediumError``."""
-    files = Publisher(Linux())
-    try:
-        for base in bases_of(directory):
-            files.recover(base)
-    finally:
-        files.close()
 
 
 _WRONG_PATH: Final = frozenset(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Final, NoReturn
 
 from portus.engine.directory.folder import FOLDER, HiddenFolder
+from portus.engine.directory.recovery import recover_directory
 from portus.engine.directory.system import Linux
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import open_file as opened_file
@@ -200,10 +201,8 @@ def _leftovers(directory: str) -> Garbage:
 
 
 def _recover(directory: str, found: Garbage) -> Garbage:
-    from portus.engine.paths.saver import recover  # and torch with it
-
     if found.pieces:
-        recover(directory)
+        recover_directory(directory)
     return found
 
 
