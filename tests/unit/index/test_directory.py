@@ -63,25 +63,29 @@ def test_a_pool_is_made_beside_an_entry_with_the_longest_name(tmp_path: Path) ->
     create_pool(str(tmp_path / "run.portus"), LocalFiles())
 
 
+@pytest.mark.parametrize("is_inside", [True, False])
 @pytest.mark.parametrize("is_gone_early", [True, False])
 @pytest.mark.parametrize("name", [".portus", ".portus/checkpoints.journal"])
 def test_a_hidden_folder_that_a_save_removes_as_it_is_made_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_gone_early: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_gone_early: bool,
+    is_inside: bool,
 ) -> None:
     """The end of a save removes the folder while it is empty, and the journal begins there."""
-    wanted, make, removed = tmp_path / name, os.makedirs, list[str]()
+    wanted, make, removed = tmp_path / name, os.mkdir, list[str]()
 
-    def make_and_lose(path: str, **named: bool) -> None:
-        make(path, **named)
+    def make_and_lose(path: str, *mode: int) -> None:
+        make(path, *mode)
         if not removed:
             removed.append(path)
-            os.removedirs(path)
-            if is_gone_early:  # it was there as ``os.makedirs`` made it, and then was not
+            os.rmdir(path)
+            if is_gone_early:  # it was there as ``os.mkdir`` made it, and then was not
                 raise FileExistsError
 
-    (tmp_path / "stays").touch()
-    monkeypatch.setattr(os, "makedirs", make_and_lose)
-    make_directory(str(wanted))
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    assert make_directory(str(wanted), is_inside=is_inside)
     assert wanted.is_dir()
     assert {".gitignore", "CACHEDIR.TAG"} <= set(os.listdir(tmp_path / ".portus"))
     assert removed

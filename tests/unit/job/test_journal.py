@@ -19,14 +19,17 @@ import pytest
 import torch
 
 import portus
-from portus.companions.job.journal import SIZE_MAX, Journal
+from portus.companions.job.journal import JOURNALS, SIZE_MAX, Journal
 from portus.companions.journal.account import Account, account
 from portus.companions.journal.lines import Head, IntervalDecided, Saved, encode
 from portus.engine.fence import fence
+from portus.engine.job.settings import Settings
 from portus.engine.media.file_calls import FileSystemTraits, file_system_of
+from portus.reach.index.directory import make_directory
 from portus.reach.index.journals import journals_in, pages, read
 from portus.reach.media import local
 from portus.reach.pools.checkpointer import PoolCheckpointer
+from portus.reach.training.companions import companions_of
 from tests.moments import at
 
 
@@ -363,3 +366,32 @@ def test_a_step_asks_nothing_of_the_system_but_the_time(run: Training) -> None:
     ours = {name for name in called if not name.startswith(("builtins.", "msgspec.", "sys."))}
     assert "zlib.crc32" in ours  # of the line in the page
     assert ours <= {"time.clock_gettime_ns", "time.perf_counter", "zlib.crc32", "math.fsum"}
+
+
+@pytest.mark.parametrize("instead", [False, True])
+def test_a_directory_that_is_moved_away_as_its_journal_begins_is_not_made_again(
+    tmp_path: Path, instead: bool
+) -> None:
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    run.mkdir()
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+
+    def move() -> None:
+        shutil.move(run, gone)
+        if instead:
+            run.write_text("in the way")
+
+    (journal,) = companions_of(str(run), Settings())
+    try:
+        with at("call", make_directory, move):
+            optimizer.step()
+        assert sorted(os.listdir(tmp_path)) == (["gone", "run"] if instead else ["gone"])
+        run.unlink(missing_ok=True)
+        shutil.move(gone, run)
+        optimizer.step()
+    finally:
+        journal.close()
+    (path,) = journals_in(str(run / ".portus" / JOURNALS))
+    found = account(read(path).lines)
+    assert found is not None
+    assert found.steps == 2, "also the step before it began"

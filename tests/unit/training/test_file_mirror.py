@@ -18,18 +18,20 @@ import pytest
 import torch
 
 import portus
+from portus.companions.job.journal import JOURNALS
 from portus.engine.directory.publisher import Publisher
 from portus.engine.fence import fence
 from portus.engine.job.settings import Settings
 from portus.engine.paths import process
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
+from portus.reach.index.directory import make_directory
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.opening import open_store
 from portus.reach.mirror.store import Part, Store, UnwritableError
 from portus.reach.training import file_mirror
 from portus.reach.training.training_files import TrainingFiles, _CheckpointRequest
-from tests.moments import until
+from tests.moments import at, until
 
 NUMBERS = itertools.count()
 
@@ -662,6 +664,27 @@ def test_a_directory_without_hard_links_is_an_error_at_the_start(
     with pytest.raises(UsageError, match=r"nothing can be mirrored there: .* no hard links"):
         mirror.begin()
     mirror.close()
+
+
+@pytest.mark.parametrize("when", ["before", "as it is noted"])
+def test_a_directory_that_was_moved_away_is_not_made_again_for_the_note(
+    bucket: Bucket, tmp_path: Path, when: str
+) -> None:
+    root, gone = tmp_path / "run", tmp_path / "gone"
+    run = Run(bucket, root).begin()
+    run.save("1.ckpt", 1).wait()
+    mirror = run.files._mirror
+    assert mirror is not None
+    if when == "before":
+        shutil.move(root, gone)
+        mirror.removing(str(root / "ckpt/1.ckpt"))
+    else:
+        with at("return", make_directory, lambda: shutil.move(root, gone)):
+            mirror.removing(str(root / "ckpt/1.ckpt"))
+    assert not root.exists()
+    shutil.move(gone, root)
+    run.files.close()
+    assert (root / ".portus" / JOURNALS / "run.mirror").exists()
 
 
 def test_a_mirror_that_would_be_the_directory_of_the_run_is_an_error(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A directory ``<pool>.journal`` has one file of lines for each model
 (``portus.companions.journal.lines``), and one page for each session that runs, or was killed: its
 heartbeat. A session begins with its first step. The worker of its ``Checkpointer`` makes its page
-and adds its lines, so training only stores one line into the page after each step. Nothing is
+and adds its lines, so training only stores one line into the page after each step. No line is
 synced: all of it survives a kill, but after a power cut the newest lines may be missing.
 
 It is beside the pool, since a record in the pool would cost a commit, and be lost with the pool.
@@ -72,7 +72,7 @@ from portus.reach.index.journals import (
     read_page,
 )
 from portus.reach.media.file import MappedFile
-from portus.reach.media.local import LocalFiles
+from portus.reach.media.local import LocalFiles, write_whole
 
 _log: Final = logging.getLogger("portus")
 
@@ -235,6 +235,12 @@ class Journal(Companion, fence.Listener):
         with self._beginning:
             if self._begun is not None or self._closed:
                 return
+            is_there = True
+            with self._report_errors():
+                # Not the directory of the run: its user may have moved it since the commit.
+                is_there = make_directory(directory, is_inside=True)
+            if not is_there:
+                return  # until it is there again
             self._directory = directory
             resumed = take_loaded(self._model)
             begun = SessionBegun(
@@ -246,9 +252,7 @@ class Journal(Companion, fence.Listener):
                 resumed=None if resumed is None else resumed[0].hex(),
                 resumed_step=None if resumed is None else resumed[1],
             )
-            with self._report_errors():
-                make_directory(directory)
-                self._make_page(begun)
+            self._make_page(begun)
             self._begun = begun
 
     # The worker.
@@ -357,24 +361,13 @@ class Journal(Companion, fence.Listener):
     def _shorten(self) -> None:
         with open(self._path, "rb") as file:
             found = decode(file.read(), self._path)
-        # A new file, renamed when it is complete: a kill in between leaves the old journal.
-        fresh = f"{self._path}.{os.getpid()}.new"
-        try:
-            with open(fresh, "wb") as file:
-                file.write(shorten(found.head, found.lines, SIZE_MAX // 2))
-            os.replace(fresh, self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(fresh)
-            raise
+        write_whole(self._path, shorten(found.head, found.lines, SIZE_MAX // 2))
 
     def _make_page(self, begun: SessionBegun) -> None:
         stem = self._path.removesuffix(LINES)
-        into, self._page_path = _map_new_file(stem, self._session, first_page(begun))
-        if into is not None and (self._steps or self._requested):
-            # The steps and saves so far, from before there was a directory for the page.
-            beat(into, self._beats, self._end(self._last_ns or self._at_ns))
-        self._page = into
+        self._page, self._page_path = _map_new_file(stem, self._session, first_page(begun))
+        if self._steps or self._requested:  # from before there was a directory for the page
+            self._beat(self._last_ns or self._at_ns)
 
     def _fold(self, known: set[str]) -> None:
         """Put the contents of killed sessions' pages into the journal, and remove these pages."""

@@ -107,22 +107,37 @@ def state_directory() -> str:
     return os.path.join(home, "portus")
 
 
-def make_directory(directory: str) -> None:
-    """Make a pool directory, or one of journals in it, if there is none. Mark the hidden one so
-    that git and backups skip it. Raises ``MediumError``."""
+def make_directory(directory: str, *, is_inside: bool = False) -> bool:
+    """Make a pool directory, or one of journals in it, if there is none; return True. Mark the
+    hidden one so that git and backups skip it. is_inside: make the hidden directory, but none
+    above; return False if that one is not there: a user may have moved or removed it. Raises
+    ``MediumError``."""
+    directory = os.path.abspath(directory)
+    above = os.path.dirname(directory)
+    is_hidden = os.path.basename(above) == DEFAULT_DIRECTORY
+    home = os.path.dirname(above) if is_hidden else above
     for left in reversed(range(_TRIES)):
         try:
-            os.makedirs(directory, exist_ok=True)
-            for each in (directory, os.path.dirname(directory)):
+            if not is_inside or home == state_directory():
+                os.makedirs(home, exist_ok=True)
+            for each in (above, directory) if is_hidden else (directory,):
+                try:
+                    os.mkdir(each)
+                except FileExistsError:
+                    if not os.path.isdir(each):
+                        raise
                 if os.path.basename(each) == DEFAULT_DIRECTORY:
                     _mark(each)
-            return
+            return True
         except OSError as error:
+            if is_inside and not os.path.isdir(home):
+                return False
             # The end of a save, in any process, removes the directory while it is empty.
             if not left or not isinstance(error, FileExistsError | FileNotFoundError):
                 raise MediumError(
                     error.errno, f"{directory}: cannot make the pool directory: {error.strerror}"
                 ) from error
+    raise AssertionError("the last try returns or raises")
 
 
 def _mark(directory: str) -> None:

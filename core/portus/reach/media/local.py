@@ -33,6 +33,23 @@ from portus.reach.media.pool import FileStatus
 _LOG: Final = logging.getLogger("portus")
 
 
+def write_whole(path: str, data: bytes) -> None:
+    """Write a file durably. It is complete or absent whenever the power fails, and its directory
+    exists already. Raises ``MediumError``."""
+    files, fresh = LocalFiles(), f"{path}.{os.getpid()}.new"
+    try:
+        with naming_call("write", path), open(fresh, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        files.replace(fresh, path)
+    except BaseException:
+        with contextlib.suppress(MediumError):
+            files.remove(fresh)
+        raise
+    files.sync(os.path.dirname(path))
+
+
 class LocalFiles:
     """A ``FileSystem`` through the operating system. It has no state, so any number may exist."""
 

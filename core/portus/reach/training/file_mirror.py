@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -50,11 +51,10 @@ from portus.errors import (
     printable,
 )
 from portus.reach.index.directory import make_directory as make_marked_directory
-from portus.reach.media.local import naming_call
+from portus.reach.media.local import naming_call, write_whole
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.background_copier import SAY_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
 from portus.reach.mirror.opening import open_store
 from portus.reach.training.links import replace_link
@@ -695,18 +695,20 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._write_note()
 
     def _read_note(self) -> _Note:
-        with contextlib.suppress(PortusError, msgspec.MsgspecError, ValueError):
-            note = msgspec.json.decode(Folder(self._home).get(self._note_name), type=_Note)
+        path = Path(self._home, self._note_name)
+        with contextlib.suppress(OSError, msgspec.MsgspecError, ValueError):
+            note = msgspec.json.decode(path.read_bytes(), type=_Note)
             if len(bytes.fromhex(note.run)) == 16:
                 return note
         return _Note(os.urandom(16).hex())
 
     def _write_note(self) -> None:
         """Write the note durably. Log a failure: then a kill may leave removed files there."""
+        path, note = os.path.join(self._home, self._note_name), _Note(self._own_run, [*self._gone])
         try:
-            make_marked_directory(self._home)
-            note = _Note(self._own_run, list(self._gone))
-            Folder(self._home).put(self._note_name, msgspec.json.encode(note))
+            # Once it saves, not the directory of the run: its user may have moved that away.
+            if make_marked_directory(self._home, is_inside=self._has_begun):
+                write_whole(path, msgspec.json.encode(note))
         except PortusError as error:
             _log.warning("portus: the removals of run %r are not noted: %s", self._model, error)
 

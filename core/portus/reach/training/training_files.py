@@ -134,6 +134,9 @@ class TrainingFiles:
         mirror = self._mirror_at(name, place, checkpoints)
         if mirror is not None:
             mirror.begin()
+        if self._settings.journal and self.leads:
+            with contextlib.suppress(PortusError):  # a journal ends no training
+                make_directory(os.path.dirname(place))
         self._begin_journal()  # it listens to steps, so no later line may raise
         self.has_begun = True
 
