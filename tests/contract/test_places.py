@@ -13,11 +13,12 @@ import obstore
 import pytest
 import torch
 
-from portus.engine.job.settings import UNMIRRORED, Settings
+from portus.engine.job.settings import Settings
 from portus.reach.index.directory import create_pool
 from portus.reach.index.place import Place
 from portus.reach.media.local import LocalFiles
 from portus.reach.mirror import bucket
+from portus.reach.mirror.address import UNMIRRORED
 from portus.reach.places.base import Abilities, OpenPlace
 from portus.reach.places.directory import DirectoryPlace
 from portus.reach.places.opening import open_place, place_named

@@ -30,11 +30,8 @@ STEPS_OF: Final = "portus.reach.pools.checkpointer:steps_of"
 COMPANIONS: Final = "portus.reach.training.companions:companions_of"
 """Makes the companions of saves to a directory: a journal, a mirror."""
 
-MIRROR_OF: Final = "portus.companions.job.mirroring:mirror_of"
-"""Returns the address of the mirror of ``Settings``, if they have one."""
-
-PARSE_MIRROR: Final = "portus.reach.mirror.address:parse"
-"""Checks the address of a mirror."""
+MIRROR_OF: Final = "portus.reach.mirror.address:mirror_of"
+"""Returns the address of the mirror of a setting, or of the environment; None without one."""
 
 MIRRORED: Final = "portus.reach.pools.mirror_versions:load"
 """Loads a version from a mirror."""

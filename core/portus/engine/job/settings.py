@@ -9,19 +9,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Final, Literal, TypedDict
 
-from portus.engine.extensions import MIRROR_OF, PARSE_MIRROR, extension
+from portus.engine.extensions import MIRROR_OF, extension
 from portus.engine.pipeline.audit import Guard
 from portus.engine.settings.fits import Count, Fits, Seconds, SomeBytes, SomeSeconds, refuse_misfits
 
 OnError = Literal["warn", "raise"]
 
 
-UNMIRRORED: Final = "none"
-"""The value for a run without a mirror, whatever the environment says."""
-
-
 def _is_mirror(value: object) -> bool:
-    return value == UNMIRRORED or bool(extension(PARSE_MIRROR)(str(value), "mirror"))
+    extension(MIRROR_OF)(str(value))  # raises for what is no address
+    return True
 
 
 MirrorAddress = Annotated[str, Fits("an address", _is_mirror)]
@@ -89,7 +86,7 @@ class Settings:
     def has_mirror(self) -> bool:
         """True if a run with these settings has a mirror, here or by $PORTUS_MIRROR. Raises
         ``UsageError`` if the variable is no address."""
-        return extension(MIRROR_OF)(self) is not None
+        return extension(MIRROR_OF)(self.mirror) is not None
 
 
 class SettingsDict(TypedDict, total=False):

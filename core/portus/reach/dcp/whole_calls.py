@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 
 from portus.companions.job.exchange import beside, broadcast, standing
-from portus.companions.job.mirroring import mirror_of
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import SaveHandle
 from portus.errors import CorruptionError, PortusError, UsageError, printable
@@ -124,7 +123,7 @@ def _agree(above: str, mirror: str | None, group: dist.ProcessGroup | None) -> l
     if standing(group)[0] == 0:
         try:
             settings = Settings(mirror=mirror, journal=False)
-            if mirror_of(settings) is not None:
+            if settings.has_mirror:
                 with contextlib.closing(TrainingFiles(settings, of_directories=True)) as files:
                     files.fetch(None, None, above)
             found = complete_in(above)

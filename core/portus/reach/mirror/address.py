@@ -8,6 +8,7 @@ written into logs, scripts and histories of shells.
 from __future__ import annotations
 
 import enum
+import os
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -17,6 +18,9 @@ from portus.reach.protocol.address import is_address
 
 MIRROR_VARIABLE: Final = "PORTUS_MIRROR"
 """The variable that names the mirror of all runs that name none."""
+
+UNMIRRORED: Final = "none"
+"""The setting of a run without a mirror, whatever the environment says."""
 
 EXPECTED: Final = (
     "expected s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///path"
@@ -81,6 +85,15 @@ def parse(text: str, what: str = "mirror") -> StoreAddress:
             f"{what} {mask(text, is_address=True)!r}: that is not the name of a bucket; {EXPECTED}"
         )
     return StoreAddress(StoreKind(found[1]), found[2], _segments(text, found[3] or "", what, ""))
+
+
+def mirror_of(said: str | None) -> StoreAddress | None:
+    """Return the mirror of a setting, else of ``$PORTUS_MIRROR``; None without one. Raises
+    ``UsageError`` for text that is not an address."""
+    text = said if said is not None else os.environ.get(MIRROR_VARIABLE) or UNMIRRORED
+    if text == UNMIRRORED:
+        return None
+    return parse(text, "mirror" if said is not None else f"${MIRROR_VARIABLE}")
 
 
 def _refuse_secrets(text: str, what: str) -> None:

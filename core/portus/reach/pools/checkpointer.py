@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from portus.companions.job.journal import Journal
-from portus.companions.job.mirroring import mirror_of
 from portus.engine.job.settings import Settings
 from portus.engine.media import calls
 from portus.engine.paths.checkpointer import Checkpointer, StepRequest
@@ -88,7 +87,7 @@ class PoolSteps:
                 f"{place}: model {model!r} is saved to one pool; expected one storage host, found "
                 f"{len(place.hosts)}. The shards of several ranks are spread over them: portus.dcp"
             )
-        if mirror_of(settings) is not None:
+        if settings.has_mirror:
             why = (
                 f"{place} is a pool, which this does not mirror; save to a directory, or give a "
                 "storage host the mirror (portus serve --mirror)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 
 from portus.companions.job.journal import JOURNALS, Journal
-from portus.companions.job.mirroring import mirror_of
 from portus.engine.directory.folder import FOLDER
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.request import Companion
 from portus.errors import UsageError, printable
+from portus.reach.mirror.address import mirror_of
 from portus.reach.training.file_mirror import DirectoryMirror
 
 
@@ -20,7 +20,7 @@ def companions_of(directory: str, settings: Settings) -> list[Companion]:
     name = os.path.basename(directory) or "checkpoints"
     home = os.path.join(directory, FOLDER, JOURNALS)
     found: list[Companion] = []
-    address = mirror_of(settings)
+    address = mirror_of(settings.mirror)
     if address is not None:
         found.append(
             DirectoryMirror(

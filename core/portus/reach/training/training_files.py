@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from portus.companions.job.journal import JOURNALS, Journal
-from portus.companions.job.mirroring import mirror_of
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.image.image import Image, bytes_image
@@ -34,6 +33,7 @@ from portus.engine.spec import VersionInfo
 from portus.engine.state.contents import FileContents
 from portus.errors import MediumError, PortusError, UsageError, printable
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
+from portus.reach.mirror.address import mirror_of
 from portus.reach.pools.elsewhere import fill
 from portus.reach.pools.training_pool import TrainingPool
 from portus.reach.training.after_commit import AfterCommit
@@ -75,7 +75,7 @@ class TrainingFiles:
                 "a directory; checkpoints are files in the directories that they are saved to, so "
                 "leave it out"
             )
-        mirror_of(settings)  # raises now, not at the first save
+        mirror_of(settings.mirror)  # raises now, not at the first save
         self.leads = True
         """False if another process of the job has the journal and the mirror, and removes
         checkpoints. Set it before ``begin``."""
@@ -358,7 +358,7 @@ class TrainingFiles:
         return self._saver, self._after
 
     def _mirror_at(self, name: str, place: str, checkpoints: str) -> DirectoryMirror | None:
-        address = mirror_of(self._settings) if self.leads else None
+        address = mirror_of(self._settings.mirror) if self.leads else None
         if self._mirror is None and address is not None:
             root = os.path.dirname(place)
             is_below = os.path.commonpath([root, checkpoints]) == root
