@@ -31,9 +31,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.mixture import GaussianMixture
 
 from portus.companions.media import private
-from portus.companions.media.private import PrivateMapping, WriteDetection
+from portus.companions.media.private import PrivateMapping
 from portus.companions.shelf import Shelf
-from portus.engine.media import linux
 from portus.engine.spec import PAGE
 from tests.bench.measure import Row, Run, timed
 
@@ -222,15 +221,9 @@ def scan_row(rounds: int) -> Row:
     memory.view[rng.integers(0, SCANNED // PAGE, CHANGED) * PAGE + 8] = 7
     row = Row(name="which of 4 GiB were written, 1,024 pages", bar=None, this="changed", unit="ms")
     contenders: dict[str, Run] = {"changed": lambda: 1000 * timed(memory.changes)()}
-    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-        where = pagemap.fileno(), memory.view.ctypes.data, len(memory.view)
-        if private.tells() is WriteDetection.SCAN:
-            contenders[WriteDetection.SCAN.value] = lambda: (
-                1000 * timed(lambda: linux.private_pages(*where))()
-            )
-        if private.tells() is not WriteDetection.NOTHING:
-            contenders["bit 61"] = lambda: 1000 * timed(lambda: private.by_bits(*where))()
-        return row.run(contenders, rounds)
+    if private.tells():
+        contenders["bit 61"] = lambda: 1000 * timed(lambda: private.written_pages(memory.view))()
+    return row.run(contenders, rounds)
 
 
 def draw(rows: Mapping[str, Any], path: Path) -> None:

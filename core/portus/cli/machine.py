@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from portus.companions.media.private import WriteDetection, tells
+from portus.companions.media.private import tells
 from portus.engine.copying import native
 from portus.errors import MediumError, PortusError, TransportError
 from portus.reach.index.reader import PoolReader
@@ -179,9 +179,9 @@ class Machine:
 
     def shelves(self) -> MachineFinding:
         """Return how a shelf detects changes in its views."""
-        how, text = tells(), "reports which pages of an array were changed"
-        if how is not WriteDetection.NOTHING:
-            return MachineFinding("shelf", how.value, text)
+        if tells():
+            text = "reports which pages of an array were changed"
+            return MachineFinding("shelf", "/proc/self/pagemap", text)
         text = "this system does not report which pages were changed: each commit compares all"
         return MachineFinding("shelf", "-", text)
 

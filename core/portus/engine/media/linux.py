@@ -193,9 +193,6 @@ _UFFDIO_REGISTER: Final = 3 << 30 | 32 << 16 | _UFFD_API << 8
 _UFFDIO_WRITEPROTECT: Final = 3 << 30 | 24 << 16 | _UFFD_API << 8 | 6
 _PAGEMAP_SCAN: Final = 3 << 30 | 96 << 16 | ord("f") << 8 | 16
 _PAGE_IS_WRITTEN: Final = 2
-_PAGE_IS_FILE: Final = 4
-_PAGE_IS_PRESENT: Final = 8
-_PAGE_IS_SWAPPED: Final = 16
 _REGIONS: Final = 256
 _PROCMAP: Final = struct.Struct("=5Q64x")
 """``struct procmap_query``: its size, flags, the address; start and end of the mapping found."""
@@ -234,26 +231,13 @@ def protect_pages(watch: int, start: int, length: int, *, on: bool) -> None:
 def dirty_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
     """Return runs of pages (start, end) that were written since they were protected. ``pagemap``:
     ``/proc/self/pagemap``, opened by this process."""
-    return _scan(pagemap, start, length, (0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN))
-
-
-def private_pages(pagemap: int, start: int, length: int) -> list[tuple[int, int]]:
-    """Return runs of pages (start, end) of a private mapping that are copies, made by a write.
-    ``pagemap``: as for ``dirty_pages``. Raises ``OSError`` before Linux 6.7."""
-    there = _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED
-    return _scan(pagemap, start, length, (_PAGE_IS_FILE, _PAGE_IS_FILE, there, _PAGE_IS_FILE))
-
-
-def _scan(
-    pagemap: int, start: int, length: int, categories: tuple[int, int, int, int]
-) -> list[tuple[int, int]]:
-    """Return runs of pages by their categories: those inverted, those all needed, those of which
-    one is, and those that tell runs apart."""
     found: list[tuple[int, int]] = []
     regions = (ctypes.c_uint64 * (3 * _REGIONS))()
     end = start + length
     while start < end:
         wanted = (96, 0, start, end, 0, ctypes.addressof(regions), _REGIONS, 0)
+        # Of categories: those inverted, all needed, of which one is, and that tell runs apart.
+        categories = 0, _PAGE_IS_WRITTEN, 0, _PAGE_IS_WRITTEN
         asked = bytearray(struct.pack("=12Q", *wanted, *categories))
         count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
         found += [(regions[3 * i], regions[3 * i + 1]) for i in range(count)]
