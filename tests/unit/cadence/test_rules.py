@@ -245,44 +245,6 @@ def test_a_first_interval_supposes_that_a_save_costs_a_step() -> None:
     assert Tuner(Rule(max_overhead=0.035)).decide().steps == 29
 
 
-ON: dict[str, str | int] = {"device": "cpu", "world": 2, "medium": "file"}
-
-
-def test_a_state_is_gone_on_with_where_it_was_measured_and_nowhere_else() -> None:
-    tuner = Tuner(Rule())
-    tuned(tuner, 0.07)
-    state = tuner.state_dict(ON)
-    other = Tuner(Rule())
-    assert other.load_state_dict(state, ON)
-    assert other.costs == tuner.costs
-    assert not other.load_state_dict(state, {**ON, "world": 3})
-    assert other.costs is None
-    assert not other.load_state_dict(Tuner(Rule()).state_dict(ON), ON), "nothing was measured"
-
-
-def test_a_state_of_a_newer_version_is_refused_and_changes_nothing() -> None:
-    tuner = Tuner(Rule())
-    tuned(tuner, 0.07)
-    before = tuner.costs
-    for state, said in (
-        ({**tuner.state_dict(ON), "format": 2}, "made by a newer one. Upgrade"),
-        ({**tuner.state_dict(ON), "format": None}, "expected a format of 1 to 1, found None"),
-        ({**tuner.state_dict(ON), "costs": {"step_s": 1.0}}, "missing required field `cost_s`"),
-        (
-            {**tuner.state_dict(ON), "costs": {**vars_of(before), "step_s": "1"}},
-            "costs: Expected `float`, got `str`",
-        ),
-    ):
-        with pytest.raises(UsageError, match=said):
-            tuner.load_state_dict(state, ON)
-        assert tuner.costs == before
-
-
-def vars_of(costs: Costs | None) -> dict[str, float]:
-    assert costs is not None
-    return {"step_s": costs.step_s, "cost_s": 0.0, "save_s": 0.0, "stall_s": 0.0}
-
-
 @pytest.mark.parametrize("share", [0, -0.1, 1, 3.5, math.nan, math.inf, True, "0.1", None])
 def test_a_bound_that_is_no_share_is_refused(share: Any) -> None:
     with pytest.raises(UsageError, match=r"max_overhead: expected a share .* found"):

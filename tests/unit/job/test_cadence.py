@@ -222,13 +222,23 @@ def test_what_was_measured_elsewhere_is_void(
     assert costs is None or costs.cost_s < 0.08, "nothing of it is left"
 
 
-def test_a_state_of_a_newer_portus_is_refused_and_nothing_changed() -> None:
-    training = Training()
-    training.run(70)
-    state, next_step = training.cadence.state_dict(), training.cadence._next
-    with pytest.raises(UsageError, match="made by a newer one"):
-        training.cadence.load_state_dict({**state, "format": 99, "left": 1})
-    assert training.cadence._next == next_step
+def test_a_state_of_a_newer_portus_or_a_wrong_one_is_refused_and_nothing_changed() -> None:
+    training = Training(max_overhead=0.05)
+    training.run(90)
+    state: dict[str, Any] = training.cadence.state_dict()
+    before = training.cadence._next, training.cadence._tuner.costs
+    assert state["costs"] is not None
+    for wrong, said in (
+        ({"format": 99, "left": 1}, "made by a newer one. Upgrade"),
+        ({"format": None}, r"Expected `int`, got `null` - at `\$.format`"),
+        ({"left": 0}, r"`int` >= 1 - at `\$.left`"),
+        ({"costs": {"step_s": 1.0}}, "missing required field `cost_s`"),
+        ({"costs": {**state["costs"], "step_s": "1"}}, "Expected `float`, got `str`"),
+        ({"costs": {**state["costs"], "step_s": 0.0}}, "step_s: expected seconds over 0"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            training.cadence.load_state_dict({**state, **wrong})
+        assert (training.cadence._next, training.cadence._tuner.costs) == before
 
 
 @pytest.mark.parametrize(

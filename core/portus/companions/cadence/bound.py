@@ -14,17 +14,11 @@ So k = ceil(max((Tc + Ts - To) / Ti, C / (p * Ti))), and more if the mtbf asks f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, Literal
-
-import msgspec
 
 from portus.engine.settings.fits import is_number, over_zero
 from portus.errors import UsageError
-
-FORMAT: Final = 1
-"""The format of the state of a ``Tuner``."""
 
 MAX_OVERHEAD: Final = 0.035
 """The default bound: 3.5 %, as in CheckFreq (FAST 2021)."""
@@ -227,40 +221,6 @@ class Tuner:
             steps = round_up(1 / self.rule.max_overhead)
             return Decision(steps=steps, reason="first", rule=self.rule)
         return decide(self.costs, self.rule)
-
-    def state_dict(self, measured_on: Mapping[str, str | int]) -> dict[str, object]:
-        """Return the measured costs as plain values, and where they were measured."""
-        costs = None if self.costs is None else asdict(self.costs)
-        return {"format": FORMAT, "measured_on": dict(measured_on), "costs": costs}
-
-    def load_state_dict(
-        self, state: Mapping[str, object], measured_on: Mapping[str, str | int]
-    ) -> bool:
-        """Continue with costs that were measured before; return whether they are valid here.
-
-        Costs that were measured elsewhere (other hardware, number of ranks, or medium) are not, and
-        are measured again. Raises ``UsageError`` for a state of a newer Portus, or a wrong one.
-        Then nothing changes.
-        """
-        number = state.get("format")
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise UsageError(
-                f"the state of a cadence: expected a format of 1 to {FORMAT}, found {number!r}"
-            )
-        if number > FORMAT:
-            raise UsageError(
-                f"the state of a cadence has format {number}, and this Portus knows up to "
-                f"{FORMAT}: it was made by a newer one. Upgrade Portus here, or leave this state "
-                "out; then costs are measured again"
-            )
-        if state.get("measured_on") != dict(measured_on):
-            self.costs = None
-            return False
-        try:
-            self.costs = msgspec.convert(state.get("costs"), Costs | None)
-        except msgspec.ValidationError as error:
-            raise UsageError(f"the state of a cadence: costs: {error}") from error
-        return self.costs is not None
 
 
 def not_negative(name: str, value: object, unit: str) -> float:

@@ -8,8 +8,9 @@ import platform
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
+import msgspec
 import torch
 
 from portus.companions.cadence.bound import (
@@ -31,6 +32,9 @@ from portus.engine.settings.fits import parse_seconds
 from portus.errors import UsageError
 
 _log: Final = logging.getLogger("portus")
+
+FORMAT: Final = 1
+"""The format of the state of a ``Cadence``."""
 
 CHECKS: Final = 0.7
 """The share of the time left, in steps as long as those before, after which rank 0 of several ranks
@@ -56,6 +60,17 @@ def _parse_every(value: object) -> Literal["auto"] | int | float:
     raise UsageError(
         f"every: expected 'auto', a time such as '30s', or steps over 0, found {value!r}"
     )
+
+
+class _State(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a cadence. measured_on: the hardware, the number of ranks and the kind of medium
+    of the costs. left, left_s: steps, or seconds, until the next save."""
+
+    format: Annotated[int, msgspec.Meta(ge=1)]
+    measured_on: dict[str, str | int]
+    costs: Costs | None
+    left: Annotated[int, msgspec.Meta(ge=1)]
+    left_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 class Cadence:
@@ -180,35 +195,48 @@ class Cadence:
     def state_dict(self) -> dict[str, object]:
         """Return the measurements, and the number of steps, or seconds, left until the next save.
         Only rank 0 has the measurements."""
-        state = self._tuner.state_dict(self._here())
-        state["left"] = max(1, self._next - self._clock.steps)
-        if isinstance(self.every, float):
-            state["left_s"] = max(0.0, self.every - self._passed_s)
-        return state
+        left_s = self.every - self._passed_s if isinstance(self.every, float) else None
+        state = _State(
+            format=FORMAT,
+            measured_on=self._here(),
+            costs=self._tuner.costs,
+            left=max(1, self._next - self._clock.steps),
+            left_s=None if left_s is None else max(0.0, left_s),
+        )
+        plain: dict[str, object] = msgspec.to_builtins(state)
+        return plain
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Resume from a saved state: the next save is as many steps away as it was. Discard
         measurements from other hardware, another number of ranks or another kind of medium; new
         ones replace them. All ranks have to load the same state.
 
-        Raises ``UsageError`` for the state of a newer Portus, and changes nothing then.
+        Raises ``UsageError`` for the state of a newer Portus, or a wrong one, and changes nothing
+        then.
         """
+        number = state.get("format")
+        if isinstance(number, int) and number > FORMAT:
+            raise UsageError(
+                f"the state of a cadence has format {number}, and this Portus knows up to "
+                f"{FORMAT}: it was made by a newer one. Upgrade Portus here, or leave this state "
+                "out; then costs are measured again"
+            )
+        try:
+            saved = msgspec.convert(dict(state), _State)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the state of a cadence: {error}") from error
         here = self._here()
-        saved = state.get("measured_on")
-        on: Mapping[str, object] = saved if isinstance(saved, Mapping) else {}
-        left = state.get("left")
-        if self._clock.medium is None and isinstance(on.get("medium"), str):
-            here["medium"] = str(on["medium"])  # the first save will show it
-        counts = self._tuner.load_state_dict(state, here)
-        self._measured_on = here if counts and self._clock.medium is None else None
-        is_whole = isinstance(left, int) and not isinstance(left, bool) and left > 0
+        if self._clock.medium is None and "medium" in saved.measured_on:
+            here["medium"] = saved.measured_on["medium"]  # the first save will show it
+        self._tuner.costs = saved.costs if saved.measured_on == here else None
+        is_sure = self._tuner.costs is None or self._clock.medium is not None
+        self._measured_on = None if is_sure else here
         # The same on all ranks, whatever their hardware.
-        steps = left if is_whole and on.get("ranks") == here["ranks"] else self._first()
-        assert isinstance(steps, int)
+        is_same = saved.measured_on.get("ranks") == here["ranks"]
+        steps = saved.left if is_same else self._first()
         if isinstance(self.every, float):
-            left_s = state.get("left_s")
-            if isinstance(left_s, float) and 0 <= left_s <= self.every:
-                self._since_s = self._clock.now_s() - (self.every - left_s)
+            if saved.left_s is not None and saved.left_s <= self.every:
+                self._since_s = self._clock.now_s() - (self.every - saved.left_s)
             steps = 1
         self._next = self._clock.steps + (
             min(steps, self.every) if isinstance(self.every, int) else steps
