@@ -40,7 +40,7 @@ class Elsewhere:
 
 
 # The name of the class in a file of ``torch.save``: where it is public.
-Elsewhere.__module__ = "portus.embedding.elsewhere"
+Elsewhere.__module__ = "portus.embedding"
 
 torch.serialization.add_safe_globals([Elsewhere])
 
