@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -96,7 +97,7 @@ class Committer:
                     return
                 # Overdue work comes first: else a batch would have to wait for all of it at once.
                 if work is None or self._store.is_behind:
-                    work = self._go_on
+                    work = partial(self._store.go_on, self._stop)
             error = _error_of(work)
             with self._changed:
                 if work is self._work or error is not None:
@@ -104,9 +105,6 @@ class Committer:
                     self._stop.is_awaited = False
                 self._error = error
                 self._changed.notify_all()
-
-    def _go_on(self) -> None:
-        self._store.go_on(self._stop)
 
 
 def _catch_error(work: Callable[[], None]) -> list[BaseException]:

@@ -261,8 +261,9 @@ class DeliveredOrder:
     def add(self, batch: Any) -> None:
         """Count one more batch, or sample, in the order in which the sampler gave them."""
         self._asked += 1
-        said = _bytes_of(batch) if self._is_known else None
-        if said is None:
+        try:
+            said = _ENCODER.encode(batch)
+        except (TypeError, ValueError, OverflowError, RecursionError):
             self._is_known = False
         else:
             self._digests.append(xxhash.xxh3_64_digest(self._digests[-1] + said))
@@ -273,13 +274,6 @@ class DeliveredOrder:
         if not self._is_known or not 0 <= behind < len(self._digests):
             return None
         return self._digests[-1 - behind].hex()
-
-
-def _bytes_of(batch: Any) -> bytes | None:
-    try:
-        return _ENCODER.encode(batch)
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        return None
 
 
 def _plain(value: Any) -> Any:
