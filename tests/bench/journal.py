@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from portus.companions.cadence.bound import overhead
+from portus.companions.cadence.bound import Decision, Rule
 from portus.companions.journal.lines import (
     Head,
     IntervalDecided,
@@ -96,19 +96,9 @@ def _begun(session: str, span: Span, saves: int, step: int) -> SessionBegun:
 
 def _decided(session: str, outcome: Outcome, number: int, job: Job, steps: int) -> IntervalDecided:
     moment, interval = outcome.intervals[number]
-    costs = job.costs(moment)
-    return IntervalDecided(
-        session=session,
-        steps=steps,
-        at_s=moment,
-        interval=interval,
-        reason="bound",
-        overhead=overhead(costs, interval),
-        max_overhead=BOUND,
-        step_s=costs.step_s,
-        cost_s=costs.cost_s,
-        save_s=costs.save_s,
-    )
+    rule = Rule(max_overhead=BOUND)
+    decision = Decision(steps=interval, reason="bound", rule=rule, costs=job.costs(moment))
+    return IntervalDecided(session=session, steps=steps, at_s=moment, decision=decision)
 
 
 def example(directory: Path) -> Path:

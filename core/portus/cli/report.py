@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -21,7 +21,7 @@ from portus.cli.output import Json, Output, Row, fields
 from portus.cli.report_charts import by_session, figure, intervals
 from portus.cli.training import WHERE, JournaledRun, parts, training_of
 from portus.companions.cadence.bound import WHY
-from portus.companions.journal.account import Account, PlacedLine
+from portus.companions.journal.account import Account
 
 WIDTH: Final = 48
 """Characters of a full bar."""
@@ -100,16 +100,22 @@ def document(seen: JournaledRun) -> dict[str, Json]:
         "restarts": [
             {"moment": words.moment(each.time_ns), **asdict(each)} for each in its.restarts
         ],
-        "versions": [_line_document(each) for each in its.saves],
-        "intervals": [_line_document(each) for each in its.choices],
+        "versions": [
+            {"time_s": each.time_s, "steps_done": each.at, **msgspec.structs.asdict(each.line)}
+            for each in its.saves
+        ],
+        "intervals": [
+            {
+                "time_s": each.time_s,
+                "steps_done": each.at,
+                "overhead": each.line.decision.overhead,
+                **msgspec.to_builtins(each.line.decision),
+            }
+            for each in its.choices
+        ],
         "earlier_trainings": its.earlier,
         "damaged_lines": sum(each.damaged for each in seen.journals),
     }
-
-
-def _line_document(each: PlacedLine[Any]) -> dict[str, Json]:
-    """Return the JSON document of a line of the journal, and its place in the training."""
-    return {"time_s": each.time_s, "steps_done": each.at, **msgspec.structs.asdict(each.line)}
 
 
 def _page(seen: JournaledRun, made: dict[str, Json]) -> str:
@@ -150,8 +156,8 @@ def _show(seen: JournaledRun, output: Output) -> None:
     blocked = [[each.blocked_s / each.saves for each in saves] for saves in lines]
     _show_course("blocked by a save", blocked, output, is_seconds=True)
     if its.choices:
-        newest = its.choices[-1].line
-        output.line(f"  now {newest.interval}: {WHY.get(newest.reason, newest.reason)}")
+        newest = its.choices[-1].line.decision
+        output.line(f"  now {newest.steps}: {WHY[newest.reason]}")
     if its.restarts:
         output.line()
         heads = (">RESTART", "AT", "RESUMED FROM", ">LOST", "", ">DOWN")
@@ -239,11 +245,10 @@ def _reason_rows(its: Account) -> list[Row]:
     """Return the newest decisions on the interval."""
     rows: list[Row] = []
     for each in its.choices[-REASONS_MAX:]:
-        line, after = each.line, words.seconds(each.time_s)
-        step = None if line.step_s is None else words.seconds(line.step_s)
-        cost = None if line.cost_s is None else words.seconds(max(0.0, line.cost_s))
-        added = f"{line.overhead:.2%} of {line.max_overhead:.2%}"
-        rows.append(
-            (line.interval, after, each.at, WHY.get(line.reason, line.reason), step, cost, added)
-        )
+        decision, after = each.line.decision, words.seconds(each.time_s)
+        costs, why = decision.costs, WHY[decision.reason]
+        step = None if costs is None else words.seconds(costs.step_s)
+        cost = None if costs is None else words.seconds(max(0.0, costs.cost_s))
+        added = f"{decision.overhead:.2%} of {decision.rule.max_overhead:.2%}"
+        rows.append((decision.steps, after, each.at, why, step, cost, added))
     return rows

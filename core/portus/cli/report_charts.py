@@ -35,7 +35,7 @@ def intervals(its: Account) -> list[list[Point]]:
     ends = {each.begun.session: each.end_s for each in its.sessions}
     found: list[list[Point]] = []
     for choices in by_session(its.choices):
-        points = [(each.time_s, float(each.line.interval)) for each in choices]
+        points = [(each.time_s, float(each.line.decision.steps)) for each in choices]
         end_s = max(ends[choices[0].line.session], points[-1][0])
         found.append([*points, (end_s, points[-1][1])])
     if found:

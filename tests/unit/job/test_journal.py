@@ -321,9 +321,8 @@ def test_a_decision_of_a_cadence_is_in_the_journal(run: Training) -> None:
     (path,) = journals_in(str(folder(run.root)))
     decided = [each for each in read(path).lines if isinstance(each, IntervalDecided)]
     assert decided
-    assert decided[0].interval == 4
-    assert decided[0].reason == "first"
-    assert decided[0].max_overhead == 0.25
+    first = decided[0].decision
+    assert (first.steps, first.reason, first.rule.max_overhead) == (4, "first", 0.25)
 
 
 def test_a_journal_stays_small(tmp_path: Path, run: Training) -> None:

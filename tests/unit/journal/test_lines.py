@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from portus.companions.cadence.bound import Costs, Decision, Rule, decide
 from portus.companions.journal.account import account, sessions
 from portus.companions.journal.lines import (
     Failed,
@@ -57,8 +58,8 @@ LINES: list[Line] = [
     saved(1),
     Failed(session="a", step=2, steps=2, at_s=102.0, why="no space"),
     IntervalDecided(
-        session="a", steps=2, at_s=102.0, interval=3, reason="bound", overhead=0.01,
-        max_overhead=0.035, step_s=1.0, cost_s=0.2, save_s=0.5,
+        session="a", steps=2, at_s=102.0,
+        decision=decide(Costs(step_s=1.0, cost_s=0.1, save_s=0.5), Rule()),
     ),
     saved(5),
     SessionEnded(
@@ -154,10 +155,12 @@ def long_run(count: int) -> list[Line]:
             lines.append(Failed(session=name, step=0, steps=steps, at_s=at_s + steps, why="full"))
             lines.append(
                 IntervalDecided(
-                    session=name, steps=steps, at_s=at_s + steps, interval=10, reason="bound",
-                    overhead=0.01, max_overhead=0.035,
+                    session=name,
+                    steps=steps,
+                    at_s=at_s + steps,
+                    decision=Decision(steps=10, reason="first", rule=Rule()),
                 )
-            )  # fmt: skip
+            )
         steps = 10 * count - 3
         lines.append(
             SessionEnded(

@@ -205,21 +205,9 @@ class Journal(Companion, fence.Listener):
 
     def note_decision(self, decision: Decision) -> None:
         """Record an interval for the steps to come."""
-        costs = decision.costs
+        at_s = now_ns() / 1e9
         self._waiting.append(
-            IntervalDecided(
-                session=self._session,
-                steps=self._steps,
-                at_s=now_ns() / 1e9,
-                interval=decision.steps,
-                reason=decision.reason,
-                overhead=decision.overhead,
-                max_overhead=decision.rule.max_overhead,
-                mtbf_s=decision.rule.mtbf_s,
-                step_s=None if costs is None else costs.step_s,
-                cost_s=None if costs is None else costs.cost_s,
-                save_s=None if costs is None else costs.save_s,
-            )
+            IntervalDecided(session=self._session, steps=self._steps, at_s=at_s, decision=decision)
         )
 
     def _begin(self) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
+from portus.companions.cadence.bound import Decision
 from portus.engine.spec import PAGE
 from portus.errors import CorruptionError, UsageError
 
@@ -119,20 +120,12 @@ class Failed(
 
 
 class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", tag_field="kind"):
-    """The interval from here on, in steps, its reason, and the numbers behind: see
-    ``portus.Cadence``."""
+    """A decision on the interval from here on, see ``portus.Cadence``."""
 
     session: str
     steps: Count
     at_s: Seconds
-    interval: Count
-    reason: str
-    overhead: float
-    max_overhead: float
-    step_s: float | None = None
-    cost_s: float | None = None
-    save_s: float | None = None
-    mtbf_s: float | None = None
+    decision: Decision
 
 
 class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
