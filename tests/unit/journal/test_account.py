@@ -7,7 +7,7 @@ import random
 import pytest
 
 from portus.companions.journal.account import Account, account
-from portus.companions.journal.lines import Line, Saved, SaveRequested, SessionBegun, SessionEnded
+from portus.companions.journal.lines import Line, Saved, SessionBegun, SessionEnded
 from tests.bench.cadence import HOUR, Job, Load, Outcome, drawn, replay, ways
 from tests.bench.journal import OFTEN, token, written
 
@@ -65,9 +65,7 @@ def session(
     ended = SessionEnded(
         session=name, closed=closed, steps=steps, at_s=at_s + steps,
         work_s=float(steps),
-        asked=tuple(
-            SaveRequested(token=token(each), step=each, steps=each - step) for each in asked
-        ),
+        asked={token(each): each - step for each in asked},
     )  # fmt: skip
     return [*lines, ended]
 

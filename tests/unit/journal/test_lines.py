@@ -15,7 +15,6 @@ from portus.companions.journal.lines import (
     IntervalDecided,
     Line,
     Saved,
-    SaveRequested,
     SessionBegun,
     SessionEnded,
     cost_of,
@@ -64,7 +63,7 @@ LINES: list[Line] = [
     saved(5),
     SessionEnded(
         session="a", closed=False, steps=7, at_s=107.0, work_s=6.5,
-        asked=(SaveRequested(token="00", step=6, steps=6),),
+        asked={"00": 6},
     ),
 ]  # fmt: skip
 

@@ -42,7 +42,6 @@ from portus.companions.journal.lines import (
     IntervalDecided,
     Line,
     Saved,
-    SaveRequested,
     SessionBegun,
     SessionEnded,
     beat,
@@ -117,7 +116,7 @@ class Journal(Companion, fence.Listener):
         self._typical_ns = 0
         """The recent duration of a step that no save touched; 0 if unknown."""
         self._is_touched = False
-        self._requested: Final[deque[SaveRequested]] = deque(maxlen=REQUESTED)
+        self._requested: Final[deque[tuple[str, int]]] = deque(maxlen=REQUESTED)
         self._beats = 0
         self._asked: dict[str, Saved] = {}
         """The lines of saves that have not ended, by token; ``file`` is still the whole path."""
@@ -173,7 +172,7 @@ class Journal(Companion, fence.Listener):
             steps=self._steps,
             at_s=at_ns / 1e9,
             work_s=self._work_ns / 1e9,
-            asked=tuple(self._requested),
+            asked=dict(self._requested),
         )
 
     def note_start(self, path: str, save: Save) -> None:
@@ -193,8 +192,7 @@ class Journal(Companion, fence.Listener):
             file=path,
         )
         self._asked[asked.token] = asked
-        token = asked.token
-        self._requested.append(SaveRequested(token=token, step=save.step, steps=self._steps))
+        self._requested.append((asked.token, self._steps))
         self._beat(at_ns)
 
     def _take_costs(self) -> None:

@@ -121,8 +121,7 @@ class Session:
         for save in self.saved:
             if save.token == token:
                 return save.steps
-        asked = self.ended.asked if self.ended else ()
-        return next((each.steps for each in asked if each.token == token), None)
+        return self.ended.asked.get(token) if self.ended else None
 
     def place(self, line: Placed) -> PlacedLine[Placed]:
         """Return a line of this session with its place."""

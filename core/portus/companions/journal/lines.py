@@ -128,25 +128,18 @@ class IntervalDecided(msgspec.Struct, frozen=True, kw_only=True, tag="decided", 
     decision: Decision
 
 
-class SaveRequested(msgspec.Struct, frozen=True, kw_only=True):
-    """A requested save, whatever its outcome."""
-
-    token: str
-    step: int
-    steps: Count
-
-
 class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", tag_field="kind"):
     """The end of a session. ``closed``: the session closed the run; else it was killed, and the
     rest is from its heartbeat: ``at_s`` is the last sign of life. ``steps``: done in all;
-    ``work_s``: their time without saves. ``asked``: the newest requested saves."""
+    ``work_s``: their time without saves. ``asked``: the newest requested saves, whatever became of
+    them: the steps done by then, by token."""
 
     session: str
     closed: bool
     steps: Count
     at_s: Seconds
     work_s: Seconds = 0.0
-    asked: tuple[SaveRequested, ...] = ()
+    asked: dict[str, Count] = {}
 
 
 Line = SessionBegun | Saved | Failed | IntervalDecided | SessionEnded
