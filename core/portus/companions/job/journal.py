@@ -36,6 +36,7 @@ from portus.companions.journal.lines import (
     FILE_MAX,
     FORMAT,
     REQUESTED,
+    STATS,
     TEXT_MAX,
     Failed,
     Head,
@@ -418,15 +419,9 @@ if hasattr(os, "register_at_fork"):
 
 def _price(line: Saved, stats: SaveStats, cost_s: float | None) -> Saved:
     """Return ``line`` with the cost of the save so far."""
+    now = {name: getattr(stats, name) for name in STATS}
     return msgspec.structs.replace(
-        line,
-        cost_s=cost_s if line.cost_s is None else line.cost_s,
-        blocked_s=stats.blocked_s,
-        copy_s=stats.copy_s,
-        commit_s=stats.commit_s,
-        total_s=stats.total_s,
-        copied_bytes=stats.copied_bytes,
-        shared_bytes=stats.shared_bytes,
+        line, cost_s=cost_s if line.cost_s is None else line.cost_s, **now
     )
 
 

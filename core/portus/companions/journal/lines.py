@@ -51,6 +51,9 @@ _PLACE: Final = struct.Struct(f"{PAGE // 4}s")
 FILE_MAX: Final = 1024
 """The most bytes of a file's path; a longer one is omitted."""
 
+STATS: Final = "blocked_s", "copy_s", "commit_s", "total_s", "copied_bytes", "shared_bytes"
+"""The fields of ``portus.SaveStats`` that a line of a save has."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -256,16 +259,11 @@ def _join_neighbours(lines: Sequence[Line]) -> list[Line]:
 def _join(before: Line, line: Line) -> Line:
     """Return one line for two of a kind."""
     if isinstance(before, Saved) and isinstance(line, Saved):
-        sums = {name: getattr(before, name) + getattr(line, name) for name in _SUMS}
+        sums = {name: getattr(before, name) + getattr(line, name) for name in ("saves", *STATS)}
         return msgspec.structs.replace(line, cost_s=cost_of(before) + cost_of(line), **sums)
     if isinstance(before, Failed) and isinstance(line, Failed):
         return msgspec.structs.replace(line, saves=before.saves + line.saves)
     return line
-
-
-_SUMS: Final = (
-    *("saves", "blocked_s", "copy_s", "commit_s", "total_s", "copied_bytes", "shared_bytes"),
-)
 
 
 def _join_lines(head: Head, lines: Iterable[Line]) -> bytes:
