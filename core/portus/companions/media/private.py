@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from portus.engine.media import linux
-from portus.engine.media.process import Descriptor
 from portus.engine.media.write_watch import PAGE as SYSTEM_PAGE
 from portus.engine.spec import PAGE
 from portus.errors import MediumError
@@ -115,18 +114,6 @@ def tells() -> bool:
         return False
 
 
-_process: int = 0
-_opened: Descriptor | None = None
-
-
-def _pagemap() -> Descriptor:
-    """Return the pagemap of this process; after a fork the one opened before is the parent's."""
-    global _process, _opened
-    if _opened is None or _process != os.getpid():
-        _process, _opened = os.getpid(), Descriptor("/proc/self/pagemap", os.O_RDONLY)
-    return _opened
-
-
 def _map_twice(length: int) -> tuple[Bytes, Bytes]:
     """Return memory of a new file, and a private mapping of the same. Raise ``OSError``."""
     file = os.memfd_create("portus-shelf")
@@ -149,7 +136,9 @@ def _mapping(file: int, length: int, flags: int) -> Bytes:
 def written_pages(view: Bytes) -> Column:
     """Return the pages of a private mapping that are copies, made by a write, in order."""
     count, first = len(view) // SYSTEM_PAGE, view.ctypes.data // SYSTEM_PAGE
-    bits = np.frombuffer(os.pread(_pagemap().number, 8 * count, 8 * first), np.uint64)
+    # Opened here: after a fork the one opened before would be the parent's.
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        bits = np.frombuffer(os.pread(pagemap.fileno(), 8 * count, 8 * first), np.uint64)
     # A page that was written to may be swapped out by now.
     copied = (bits & (_PRESENT | _SWAPPED) != 0) & (bits & _FILE == 0)
     return np.flatnonzero(np.repeat(copied, SYSTEM_PAGE // PAGE))
