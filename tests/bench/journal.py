@@ -54,11 +54,10 @@ def written(outcome: Outcome, job: Job | None = None) -> list[Line]:
     lines: list[Line] = []
     session, saves, base, newest = "", 0, 0, 0
     steps = work_s = 0.0
-    step_s: float | None = None
     begun_anew = True
     for number, span in enumerate(outcome.spans):
         if begun_anew:
-            session, steps, work_s, step_s = f"s{number}", 0.0, 0.0, None
+            session, steps, work_s = f"s{number}", 0.0, 0.0
             base = newest
             lines.append(_begun(session, span, saves, newest))
         elif span.committed_s is not None:
@@ -66,15 +65,15 @@ def written(outcome: Outcome, job: Job | None = None) -> list[Line]:
             lines.append(
                 Saved(
                     session=session, number=saves, step=newest, steps=round(steps),
-                    asked_s=span.begin_s, at_s=span.committed_s, token=token(saves),
-                    work_s=work_s, step_s=step_s, cost_s=span.cost_s,
+                    at_s=span.committed_s, token=token(saves),
+                    work_s=work_s, cost_s=span.cost_s,
                     blocked_s=PROFILE.host_copy_s / 2, copy_s=PROFILE.host_copy_s,
                     total_s=span.committed_s - span.begin_s, copied_bytes=SIZE,
                 )
             )  # fmt: skip
         if job is not None:
             lines.append(_decided(session, outcome, number, job, round(steps)))
-        steps, work_s, step_s = steps + span.steps, work_s + span.steps * span.step_s, span.step_s
+        steps, work_s = steps + span.steps, work_s + span.steps * span.step_s
         begun_anew = span.failed
         if span.failed or number == len(outcome.spans) - 1:
             lines.append(

@@ -58,8 +58,8 @@ def session(
         done = each - step
         lines.append(
             Saved(
-                session=name, number=number, step=each, steps=done, asked_s=at_s + done,
-                at_s=at_s + done, token=token(each), work_s=float(done), step_s=1.0,
+                session=name, number=number, step=each, steps=done,
+                at_s=at_s + done, token=token(each), work_s=float(done),
             )
         )  # fmt: skip
     ended = SessionEnded(

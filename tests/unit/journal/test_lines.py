@@ -46,8 +46,8 @@ def begun(name: str = "a", at_s: float = 100.0, resumed: int | None = None) -> S
 def saved(step: int, name: str = "a", at_s: float = 100.0, steps: int | None = None) -> Saved:
     steps = step if steps is None else steps
     return Saved(
-        session=name, number=step, step=step, steps=steps, asked_s=at_s + steps,
-        at_s=at_s + steps + 0.5, token=token(step), work_s=float(steps), step_s=1.0, cost_s=0.25,
+        session=name, number=step, step=step, steps=steps,
+        at_s=at_s + steps + 0.5, token=token(step), work_s=float(steps), cost_s=0.25,
         blocked_s=0.125, copy_s=0.5, copied_bytes=100, shared_bytes=10,
     )  # fmt: skip
 

@@ -122,7 +122,6 @@ class Journal(Companion, fence.Listener):
         self._asked: dict[str, Saved] = {}
         """The lines of saves that have not ended, by token; ``file`` is still the whole path."""
         self._number = 0
-        self._step_s: float | None = None
         self._cost_s: float | None = None
         """The cost of the newest version in the journal, if it is known by now."""
         self._written: tuple[Saved, SaveStats] | None = None
@@ -186,7 +185,6 @@ class Journal(Companion, fence.Listener):
             number=self._number,
             step=save.step,
             steps=self._steps,
-            asked_s=at_ns / 1e9,
             at_s=at_ns / 1e9,
             token=save.token.hex(),
             work_s=self._work_ns / 1e9,
@@ -199,7 +197,6 @@ class Journal(Companion, fence.Listener):
     def _take_costs(self) -> None:
         costs = self._clock.take()
         if costs is not None:
-            self._step_s = costs.step_s
             self._cost_s = (self._cost_s or 0.0) + costs.cost_s
 
     def note_decision(self, decision: Decision) -> None:
@@ -256,9 +253,8 @@ class Journal(Companion, fence.Listener):
             failed = Failed(session=self._session, step=save.step, steps=steps, at_s=at_s, why=why)
             self._write(failed)
         elif asked is not None:
-            file, step_s = self._relative_path(asked.file), self._clock.step_s or self._step_s
-            line = msgspec.structs.replace(asked, at_s=at_s, file=file, step_s=step_s)
-            line = _price(line, save.stats, None)
+            file = self._relative_path(asked.file)
+            line = _price(msgspec.structs.replace(asked, at_s=at_s, file=file), save.stats, None)
             self._write(*self._take_lines(), line)
             self._written, self._cost_s = (line, save.stats), None
 

@@ -83,22 +83,19 @@ class Saved(
 ):
     """A version. The last line with a session's ``number`` counts: the cost of a save is known a
     little after its commit. ``step``: the training's number. ``steps``: of the optimizer, done in
-    this session at the call; ``work_s``: their time without saves. ``step_s``: the recent time of a
-    step without a save; ``cost_s``: the time that the saves since the line before added to
-    training; None if unknown. ``file``: its path from the directory of the journal; "" without one.
-    Other times and sizes as in ``portus.SaveStats``. ``saves``: how many saves the line stands for;
-    its times and sizes are their sums."""
+    this session at the call; ``work_s``: their time without saves. ``cost_s``: the time that the
+    saves since the line before added to training; None if unknown. ``file``: its path from the
+    directory of the journal; "" without one. Other times and sizes as in ``portus.SaveStats``.
+    ``saves``: how many saves the line stands for; its times and sizes are their sums."""
 
     session: str
     number: Count
     step: int
     steps: Count
-    asked_s: Seconds
     at_s: Seconds
     token: str
     work_s: Seconds
     file: str = ""
-    step_s: Seconds | None = None
     cost_s: float | None = None
     blocked_s: Seconds = 0.0
     copy_s: Seconds = 0.0
