@@ -9,11 +9,10 @@ before the trainer is made:
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable
-from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -23,8 +22,6 @@ from portus.dcp import PortusStorageWriter, load
 from portus_accelerate.deepspeed import tensors_of
 from portus_accelerate.directories import numbered_directories
 
-_log: Final = logging.getLogger("portus_accelerate")
-
 _STEP: Final = re.compile(r"step-\d+")
 """The pattern of TorchTitan's names of checkpoints."""
 
@@ -32,46 +29,9 @@ WRITER: Final = "_portus_writer"
 """The attribute of a manager with its ``PortusStorageWriter``."""
 
 
-class _SaveFuture(Future[None]):
-    """The future that TorchTitan waits for before the next save; ``on_error`` rules its errors."""
-
-    def __init__(self, handle: portus.SaveHandle) -> None:
-        super().__init__()
-        self._handle: Final = handle
-
-    def result(self, timeout: float | None = None) -> None:
-        """Block until the save has ended."""
-        self._handle.join()
-
-    def done(self) -> bool:
-        """Return whether the save has ended."""
-        return self._handle.done
-
-
 def steps_in(folder: str) -> list[str]:
     """Return the checkpoints in ``folder``, by their steps, the highest first."""
     return numbered_directories(folder, _STEP)[::-1] if os.path.isdir(folder) else []
-
-
-def load_newest(load_step: Callable[[int], bool], folder: str, step: int) -> bool:
-    """Return ``load_step(step)``. If ``step`` is -1, the newest, and that is damaged, try the one
-    before it, and so on. Raise ``CorruptionError`` if all are damaged, or a named step is."""
-    try:
-        return load_step(step)
-    except portus.CorruptionError as error:
-        if step != -1:
-            raise
-        first = error
-    for path in steps_in(folder)[1:]:
-        if not os.path.exists(os.path.join(path, ".metadata")):
-            continue
-        if dist.get_rank() == 0:
-            _log.error("portus: passed over: %s; continuing from %s", first, path)
-        try:
-            return load_step(int(os.path.basename(path).split("-")[1]))
-        except portus.CorruptionError:
-            continue
-    raise first
 
 
 def take_over(manager: Any, **settings: Any) -> None:
@@ -112,7 +72,8 @@ def take_over(manager: Any, **settings: Any) -> None:
             process_group=getattr(self, "pg", None),
             fenced=[tensor for each in stepping for tensor in tensors_of(each)],
         )
-        return _SaveFuture(handle) if is_late else None
+        # TorchTitan asks for its result before the next save; ``on_error`` rules its errors.
+        return SimpleNamespace(result=handle.join) if is_late else None
 
     def dcp_load(
         stock: Callable[..., Any],

@@ -7,13 +7,20 @@ In a recipe, in place of ``CheckpointManager.Config``:
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+import torch.distributed as dist
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 
+import portus
 from portus.dcp import PortusStorageWriter
-from portus_accelerate.titan import WRITER, load_newest, take_over
+from portus_accelerate.titan import WRITER, steps_in, take_over
+
+_log: Final = logging.getLogger("portus_accelerate")
 
 
 class PortusCheckpoints(CheckpointManager):
@@ -42,7 +49,21 @@ class PortusCheckpoints(CheckpointManager):
             setattr(self, WRITER, PortusStorageWriter(mirror=config.mirror))
 
     def _load(self, step: int = -1) -> bool:
-        return load_newest(super()._load, self.folder, step)
+        """Load the checkpoint of ``step``. If that is -1, the newest, and it is damaged, load the
+        one before it, and so on. Raise ``CorruptionError`` if all are damaged, or a named one."""
+        try:
+            return bool(super()._load(step))
+        except portus.CorruptionError as error:
+            if step != -1:
+                raise
+            first = error
+        for path in steps_in(self.folder)[1:]:
+            if os.path.exists(os.path.join(path, ".metadata")):
+                if dist.get_rank() == 0:
+                    _log.error("portus: passed over: %s; continuing from %s", first, path)
+                with contextlib.suppress(portus.CorruptionError):
+                    return bool(super()._load(int(os.path.basename(path).split("-")[1])))
+        raise first
 
 
 take_over(PortusCheckpoints)

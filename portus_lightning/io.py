@@ -230,15 +230,11 @@ class RunFiles:
 
     def fetch(self, root: str | None, directory: str, *, in_shards: bool) -> None:
         """Fetch the run of ``directory`` from its mirror if this machine lost it, before Lightning
-        looks for a checkpoint there. in_shards: on every rank. Raises as
-        ``portus.TrainingFiles.fetch``."""
-        self._root = root
-        if in_shards:
-            self._opened_shards(directory).fetch(directory)
-            return
-        self._directory = directory
+        looks for a checkpoint there. Raises as ``portus.TrainingFiles.fetch``."""
+        self._root, self._directory = root, directory
         run = self.run_of(directory)
-        self.files.fetch(run.name, run.links, directory)
+        with contextlib.closing(self._new_files(of_directories=in_shards)) as files:
+            files.fetch(run.name, run.links, directory)
 
     @contextlib.contextmanager
     def saving(self, *, is_late: bool) -> Iterator[None]:
@@ -409,9 +405,12 @@ class RunFiles:
         """Return the files. Made at the first use: ``$PORTUS_POOL`` may be set by then."""
         return self._new_files()
 
-    def _new_files(self) -> portus.TrainingFiles:
+    def _new_files(self, *, of_directories: bool = False) -> portus.TrainingFiles:
         return portus.TrainingFiles(
-            self.settings, pool=self._pool_at, is_named=self._model is not None
+            self.settings,
+            of_directories=of_directories,
+            pool=self._pool_at,
+            is_named=self._model is not None,
         )
 
     def _begin_files(self, directory: str) -> None:

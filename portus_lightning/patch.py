@@ -199,13 +199,13 @@ def _select(
 def _fetch(trainer: Any, run: RunFiles) -> None:
     """Fetch a lost run from its mirror; call it on every rank. No rank looks for a checkpoint
     before rank 0 has fetched, or it would restart."""
-    in_shards = saves_shards(trainer.strategy) and not run.why_no_shards()
-    if trainer.world_size > 1 or in_shards:
+    if trainer.world_size > 1:
         trainer.strategy.setup_environment()  # Lightning calls it again, and then uses what exists
     try:
         directories = directories_of(trainer)
-        if directories and (in_shards or trainer.is_global_zero):
+        if directories and trainer.is_global_zero:
             root = stock.local_path(trainer.default_root_dir)
+            in_shards = saves_shards(trainer.strategy) and not run.why_no_shards()
             run.fetch(root, directories[0], in_shards=in_shards)
     finally:
         # Also if it failed: the other ranks are waiting.

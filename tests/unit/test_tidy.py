@@ -37,7 +37,6 @@ BROAD_EXCEPT = {
     "core/portus/reach/mirror/background_copier.py: _run": "the top of its thread; it is told",
     "core/portus/reach/shards/directories.py: read_metadata": "what torch's metadata hold; told",
     "core/portus/reach/shards/rank_contents.py: _naming": "code of a planner; told with its name",
-    "core/portus/reach/shards/plans.py: _plans_alike": "other ranks wait; torch tells it",
     "core/portus/reach/shards/plans.py: agree": "other ranks wait for a word; raised after",
     "core/portus/reach/versions/parallel.py: abreast": "raised where the result is taken",
     "core/portus/reach/versions/parallel.py: take_part": "raised where the result is taken",
@@ -83,7 +82,6 @@ PLAIN_THREADS = {
 """Modules that start threads which are no ``JoinableThread``, and why they may."""
 
 LARGE = {
-    "reach/dcp/directory_writer": "torch's StorageWriter: all calls share a save",
     "reach/dcp/directory_writer: PortusStorageWriter": "torch's interface has 12 calls,"
     " and each has a part for the rank and one for the coordinator",
     "reach/versions/host": "one save's conversation with a host, request by request",
@@ -113,7 +111,6 @@ LARGE = {
 PARTICIPLES = {
     "engine/pipeline/handle: SaveHandle.done": "public, and called as that of a Future",
     "engine/pipeline/handle: SaveHandle.committed": "public, a property beside `done`",
-    "portus_accelerate/titan: _SaveFuture.done": "overrides that of torch's Future",
 }
 """Methods with a participle for a name, and why."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portus.engine.job.settings import Settings
 from portus.engine.pipeline.handle import EndedSave, SaveHandle, SaveStats
-from portus.errors import AbandonedError, MediumError, PortusError
-from portus.reach.dcp.rank_files import RankSave, RankSaves
+from portus.errors import AbandonedError, MediumError, PortusError, UsageError
+from portus.reach.dcp import rank_files
+from portus.reach.dcp.rank_files import RankFiles, RankSave, RankSaves
 
 
 def failed(error: PortusError) -> SaveHandle:
@@ -57,3 +62,22 @@ def test_where_errors_are_only_warned_of_the_first_rank_logs_each_once(
     assert [each.getMessage() for each in caplog.records] == [
         "portus: a save was given up: rank 1: the disk is full"
     ]
+
+
+def test_of_a_save_that_another_rank_could_not_begin_nothing_becomes_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: Any = (("b.pt",), UsageError("it cannot be pickled"), False)
+
+    def gather(own: Any) -> list[Any]:
+        return [own, refused if own[0] == ("a.pt",) else own]
+
+    with closing(RankFiles(Settings(journal=False))) as files:
+        monkeypatch.setattr(rank_files, "gather", gather)
+        with pytest.raises(UsageError, match="it cannot be pickled"):
+            files.save_ranks(str(tmp_path / "1"), lambda: ({"a.pt": [1]}, ()), 1)
+        monkeypatch.undo()
+        assert os.listdir(tmp_path / "1") == []
+        [handle] = files.save_ranks(str(tmp_path / "2"), lambda: ({"a.pt": [1]}, ()), 2)
+        handle.wait()
+    assert os.listdir(tmp_path / "2") == ["a.pt"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from portus.errors import AbandonedError
-from portus.reach.dcp.rank_files import _Gate
 from portus.reach.shards import arrival
 from portus.reach.shards.arrival import await_files
 
@@ -27,15 +25,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 class Waiting:
     """A rank that waits, on a thread as the worker's."""
 
-    def __init__(self, gate: _Gate) -> None:
+    def __init__(self, directory: Path, given_up: set[int]) -> None:
         self.error: AbandonedError | None = None
-        self._gate = gate
+        self._awaited = str(directory), ["a", "b"], SAVE, given_up
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._gate.ready()
+            await_files(*self._awaited)
         except AbandonedError as error:
             self.error = error
 
@@ -50,12 +48,8 @@ class Waiting:
 
 def test_a_save_that_is_given_up_while_it_waits_waits_no_more(tmp_path: Path) -> None:
     given_up = {OTHER}
-    gate = _Gate(str(tmp_path), SAVE, given_up)
-    with closing(gate):
-        waiting = Waiting(gate)
-        assert not waiting.is_over, "no gate is open"
-        gate.open(["a", "b"])
     (tmp_path / "a").touch()
+    waiting = Waiting(tmp_path, given_up)
     assert not waiting.is_over
     given_up.add(SAVE)
     waiting.join()
@@ -63,28 +57,9 @@ def test_a_save_that_is_given_up_while_it_waits_waits_no_more(tmp_path: Path) ->
 
 
 def test_files_become_visible_once_those_of_all_others_are_there(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path), SAVE, set())
-    with closing(gate):
-        gate.open(["a", "b"])
     (tmp_path / "a").touch()
-    waiting = Waiting(gate)
+    waiting = Waiting(tmp_path, set())
     assert not waiting.is_over
     (tmp_path / "b").touch()
     waiting.join()
     assert waiting.error is None
-
-
-def test_a_gate_that_nobody_opened_lets_nothing_through(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path), SAVE, set())
-    with closing(gate):
-        pass
-    with pytest.raises(AbandonedError, match="another rank could not begin"):
-        gate.ready()
-
-
-def test_who_waits_for_nobody_looks_at_no_directory(tmp_path: Path) -> None:
-    gate = _Gate(str(tmp_path / "not there"), SAVE, set())
-    with closing(gate):
-        gate.open(())
-    gate.ready()
-    await_files(str(tmp_path), (), SAVE, {SAVE})

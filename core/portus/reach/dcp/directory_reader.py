@@ -27,7 +27,7 @@ from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.fence.fence import before_write
 from portus.engine.files.pending import PENDING
 from portus.engine.format.checksum import UNIT, unit_counts
-from portus.engine.image.image import Read
+from portus.engine.image.image import Read, StoredFile
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.loading.checkpoint_file import use_file
 from portus.engine.loading.open_file import OpenFile, reads
@@ -65,6 +65,14 @@ class _Storage(NamedTuple):
     offset: int
     size: int
     digests: Digests | None
+
+
+def _storage_of(found: StoredFile, index: int, name: str, base: int = 0) -> _Storage:
+    """Return a storage of a file that begins at ``base``."""
+    counts = unit_counts(found.length)
+    first, count = int(counts[:index].sum()), int(counts[index])
+    digests = None if found.digests is None else found.digests[first : first + count]
+    return _Storage(name, base + int(found.offset[index]), int(found.length[index]), digests)
 
 
 class PortusStorageReader(FileSystemReader):
@@ -195,6 +203,7 @@ class PortusStorageReader(FileSystemReader):
     ) -> bool:
         """Load from an open file; return False if stock torch wrote it."""
         read, name = reads(file), os.path.basename(path)
+        loading = _FileLoader(self, file, planner)
         if name.endswith(SUFFIX):
             shards = read_safetensors(read, file.size, printable(path))
             if self._save is None and shards.digests is None:
@@ -205,7 +214,6 @@ class PortusStorageReader(FileSystemReader):
                     f"{shards.name}: expected a file of the save {self._save}, found one of "
                     f"{save}: it was copied from another checkpoint"
                 )
-            loading = _FileLoader(self, file, planner)
             for item in items:
                 loading.load_shard(item, shards)
             loading.flush()
@@ -220,7 +228,6 @@ class PortusStorageReader(FileSystemReader):
                 f"{printable(path)}: the file is that of the save {found.save}: it was renamed, or "
                 "copied from another checkpoint"
             )
-        loading = _FileLoader(self, file, planner)
         places = self.storage_data
         for item in sorted(items, key=lambda each: int(places[each.storage_index].offset)):
             loading.load(item, found, places[item.storage_index])
@@ -261,10 +268,7 @@ class _FileLoader:
             return
         if len(stored.length) != 1:
             raise CorruptionError(f"{name}: expected one block, found {len(stored.length)}")
-        storage = _Storage(
-            name, row.offset + int(stored.offset[0]), int(stored.length[0]), stored.digests
-        )
-        self._load_block(item, target, storage)
+        self._load_block(item, target, _storage_of(stored, 0, name, row.offset))
 
     def load_shard(self, item: ReadItem, found: SafetensorsFile) -> None:
         """Have ``flush`` at the latest pass on an item of a safetensors file."""
@@ -272,15 +276,7 @@ class _FileLoader:
         name = f"{found.name}: {fqn}"
         if fqn not in found.keys:
             raise CorruptionError(f"{name}: expected this tensor, found none of this name")
-        index = found.keys.index(fqn)
-        first = int(unit_counts(found.length[:index]).sum())
-        units = slice(first, first + int(unit_counts(found.length[index : index + 1])[0]))
-        storage = _Storage(
-            name,
-            int(found.offset[index]),
-            int(found.length[index]),
-            None if found.digests is None else found.digests[units],
-        )
+        storage = _storage_of(found, found.keys.index(fqn), name)
         self._load_block(item, self._target(item, name), storage)
 
     def _target(self, item: ReadItem, name: str) -> torch.Tensor:

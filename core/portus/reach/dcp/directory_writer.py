@@ -51,7 +51,7 @@ from portus.reach.shards.rank_contents import (
     in_bytes,
     resolve_items,
 )
-from portus.reach.shards.rank_file import METADATA, metadata_file
+from portus.reach.shards.rank_file import METADATA, rank_image
 from portus.reach.training.training_files import LiteralContents, TrainingFiles
 
 if TYPE_CHECKING:
@@ -144,7 +144,6 @@ class PortusStorageWriter(StorageWriter):
         self._count = 0
         self._start = _Start(0, 0, ())
         self._contents: ShardContents | None = None
-        self._local = SavePlan([])
         self._sizes: list[int] = []
         self._metadata: Metadata | None = None
         self._planned: RankPlan | None = None
@@ -191,20 +190,19 @@ class PortusStorageWriter(StorageWriter):
 
     def _save(self, state: dict[str, Any], directory: Any, ranks: dist.ProcessGroup | None) -> None:
         self.reset(directory)
-        state, planner = values_of(state), DefaultSavePlanner()
+        state = values_of(state)
         # None while it is under way: an error leaves no plan that other ranks may not have.
         before, self._planned = self._planned, None
         # Always, since other ranks may have a planning of before.
         number = self._next().to_bytes(ID_SIZE, "big")
         word = RankReport(named=self._directory, id=number, failed=self._saves.take_failures())
-        found, said = agree(
-            before, state, planner, partial(self._reuse_contents, before), word, ranks
-        )
+        found, said = agree(before, state, partial(self._reuse_contents, before), word, ranks)
         self._saves.hear(said, self.remove, is_first=self._is_coordinator)
         if before is not None and found is not None:
             self._save_as_before(before, *found)
             self._planned = before
             return
+        planner = DefaultSavePlanner()
         torch_save(
             state,
             checkpoint_id=directory,
@@ -213,17 +211,7 @@ class PortusStorageWriter(StorageWriter):
             process_group=ranks,
         )
         number = self._start.save.to_bytes(ID_SIZE, "big")
-        self._planned = RankPlan.of(
-            number, self._local, planner, state, ranks, self._sizes, self._metadata
-        )
-
-    def fetch(self, checkpoints: str | os.PathLike[str]) -> None:
-        """Fetch the mirror's checkpoints of the run that saves to the directory ``checkpoints``, if
-        the settings name a mirror and this machine lacks the newest one. Call it on every rank, and
-        have the others wait for the first one. Raises as ``portus.TrainingFiles.fetch``."""
-        if standing()[0] == 0:
-            above = os.path.realpath(checkpoints)
-            self._open_files().fetch(self._name, self._links, above)
+        self._planned = RankPlan.of(number, planner, state, ranks, self._sizes, self._metadata)
 
     def link(self, link: str, target: str) -> None:
         """Make ``link`` refer to the directory ``target``, both absolute, once that is complete.
@@ -298,7 +286,6 @@ class PortusStorageWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add this rank's report to the plan."""
-        self._local = plan
         word = RankReport(named=self._directory, id=b"", failed=self._saves.take_failures())
         return replace(plan, storage_data=word)
 
@@ -386,7 +373,7 @@ class PortusStorageWriter(StorageWriter):
         if names and not self._open_files().has_begun:
             require_seen(self._directory, names)
         older = self._older(start.save)
-        last = LiteralContents(metadata_file(pickle_metadata(metadata)))
+        last = LiteralContents(rank_image([pickle_metadata(metadata)], start.save))
         handle = self._begin(
             own,
             contents,
@@ -410,8 +397,7 @@ class PortusStorageWriter(StorageWriter):
             return None
         if self._is_coordinator:
             self._clear()
-        items = before.final.items
-        contents = self._layout(items, in_bytes(items, values))
+        contents = self._layout(before.items, in_bytes(before.items, values))
         return contents if contents.sizes == before.sizes else None
 
     def _save_as_before(self, before: RankPlan, number: bytes, contents: ShardContents) -> None:

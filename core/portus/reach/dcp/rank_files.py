@@ -17,7 +17,8 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -149,29 +150,40 @@ class RankFiles(TrainingFiles):
         # The first rank's, since all need the same one.
         save, is_in_place = numbers[0], any(have_files)
         files, fenced = collect()
-        gate = _Gate(where, save, self._saves.given_up)
-        with contextlib.closing(gate):  # its worker continues, whatever happens here
-            handle, problem = None, None
+        drafted, others = threading.Event(), Future[Collection[str]]()
+
+        def ready() -> None:
+            drafted.set()
+            if names := others.result():
+                await_files(where, names, save, self._saves.given_up)
+
+        handle, problem = None, None
+        try:
             try:
-                handle = self._draft(where, base, files, fenced, step, gate)
+                handle = self._draft(where, base, files, fenced, step, save, ready)
             except PortusError as error:
                 problem = error
             if handle is not None and is_in_place:
                 # In a directory that has a checkpoint all drafts are durable before the first
                 # rename.
-                while not gate.drafted.wait(0.05) and not handle.done:
+                while not drafted.wait(0.05) and not handle.done:
                     continue
             # For example on a full disk.
             has_failed = handle is not None and handle.done and not handle.committed
-            # None is visible yet: the gates open only if no rank was refused.
-            names, problems, failures = _exchange(tuple(files), problem, has_failed)
-            others = [name for each in names[1:] for name in each]
+            # None is visible yet: they become so only if no rank was refused.
+            every, problems, failures = _exchange(tuple(files), problem, has_failed)
+            expected = [name for each in every[1:] for name in each]
             refused = [each for each in problems if each is not None]
             is_given_up = any(failures)
             if not refused and not is_given_up:
-                refused = self._not_seen(where, others)
+                refused = self._not_seen(where, expected)
             if not refused and not is_given_up:
-                gate.open(others if self.leads else ())
+                others.set_result(expected if self.leads else ())
+        finally:
+            if not others.done():  # the worker continues, whatever happened here
+                others.set_exception(
+                    AbandonedError("save given up: another rank could not begin its part")
+                )
         if refused:
             with contextlib.suppress(PortusError):
                 if handle is not None:
@@ -200,7 +212,8 @@ class RankFiles(TrainingFiles):
         files: Mapping[str, object],
         fenced: Sequence[torch.Tensor],
         step: int,
-        gate: _Gate,
+        save: int,
+        ready: Callable[[], None],
     ) -> SaveHandle | None:
         """Begin to write this rank's files. Return the handle, if there are any."""
         if base is not None:
@@ -211,8 +224,7 @@ class RankFiles(TrainingFiles):
             self.begin(self._run, None, os.path.dirname(directory))
         if not files:
             return None
-        note = b"%032x" % gate.save
-        return self.save_directory(directory, files, step, note, gate.ready, fenced=fenced)
+        return self.save_directory(directory, files, step, b"%032x" % save, ready, fenced=fenced)
 
     def _not_seen(self, directory: str, others: Sequence[str]) -> list[PortusError]:
         """Return the error if the first rank does not see others' files, else []. Collective."""
@@ -247,39 +259,6 @@ class RankFiles(TrainingFiles):
                 f"{printable(directory)}: its files are of different saves: a save was killed as "
                 "it replaced them, or they were copied together. Load another checkpoint"
             )
-
-
-@dataclass(slots=True)
-class _Gate:
-    """The condition for a rank's files to become visible: all ranks have begun. save: its id.
-    given_up: the ids of saves that failed, from now on too. drafted: set once the draft is
-    durable."""
-
-    directory: str
-    save: int
-    given_up: Collection[int]
-    drafted: threading.Event = field(default_factory=threading.Event)
-    _opened: threading.Event = field(default_factory=threading.Event)
-    _others: Collection[str] = ()
-    _is_open: bool = False
-
-    def ready(self) -> None:
-        """Report that the draft is durable, and block until all ranks have begun or one could not.
-        Runs on the worker. Raises ``AbandonedError`` to discard the draft."""
-        self.drafted.set()
-        self._opened.wait()
-        if not self._is_open:
-            raise AbandonedError("save given up: another rank could not begin its part")
-        if self._others:
-            await_files(self.directory, self._others, self.save, self.given_up)
-
-    def open(self, others: Collection[str]) -> None:
-        """Let the files become visible once ``others``, the files of other ranks, are there."""
-        self._others, self._is_open = others, True
-
-    def close(self) -> None:
-        """Let the worker continue; without ``open``, to discard the draft."""
-        self._opened.set()
 
 
 def _has_files(directory: str) -> bool:

@@ -2,26 +2,25 @@
 
 torch's planning gathers every rank's plan at one rank, combines them, and sends the result: nine
 collectives, and the whole description of the state is pickled three times. Most saves of a training
-are of the same state. Each rank compares its own plan with the last one; all report the result in
-one exchange. Then all of them do the same: reuse the last plan, or let torch plan.
+are of the same state. Each rank compares its state with the last one; all report the result in one
+exchange. Then all of them do the same: reuse the last plan, or let torch plan.
 
 A plan depends on the outline of a state: the paths of its values, and for each tensor its dtype,
 shape, layout, whether it requires a gradient, and for a ``DTensor`` placements and mesh. So one
 walk over the state is enough, whatever its objects are now; the addresses of their bytes are taken
-at each save. If a state has anything else, or torch splits it in another way than the walk, each
-rank makes its own plan with torch, and compares that.
+at each save. If a state has anything else, or torch splits it in another way than the walk, torch
+plans each save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -42,18 +41,16 @@ class StateOutline(NamedTuple):
 class RankPlan:
     """A rank's part in a planning that succeeded on all ranks.
 
-    id: of the planning, the same on all ranks. local: this rank's own plan. final: the plan it got
-    back. signs: of the state; None if only torch can compare. places: of the items of ``final`` in
-    an outline. sizes: of these items. metadata: of the newest save by this planning: all ranks'
-    items and their places; None on a rank that does not coordinate.
+    id: of the planning, the same on all ranks. items: what this rank saves. signs: of the state.
+    places: of the items in its outline. sizes: of the items. metadata: of the newest save by this
+    planning: all ranks' items and their places; None on a rank that does not coordinate.
     """
 
     id: bytes
     rank: int
     count: int
-    local: SavePlan
-    final: SavePlan
-    signs: list[tuple[Any, ...]] | None
+    items: Sequence[WriteItem]
+    signs: list[tuple[Any, ...]]
     places: list[int]
     sizes: list[int]
     metadata: Metadata | None
@@ -62,24 +59,22 @@ class RankPlan:
     def of(
         cls,
         number: bytes,
-        local: SavePlan,
         planner: Any,
         state: dict[str, Any],
         ranks: Any,
         sizes: list[int],
         metadata: Metadata | None,
-    ) -> RankPlan:
-        """Return the plan that ``planner`` made of ``state``, for a save planned just now."""
-        rank, count = standing(ranks)
-        final: SavePlan = planner.plan
-        signs, places = None, []
-        found = look(state)
-        flat: dict[str, Any] = planner.state_dict
-        if found is not None and list(map(id, found.values)) == list(map(id, flat.values())):
-            place_of = {name: place for place, name in enumerate(flat)}
-            signs, places = found.signs, [place_of[item.index.fqn] for item in final.items]
+    ) -> RankPlan | None:
+        """Return the plan that ``planner`` made of ``state``, for a save planned just now; None if
+        an outline does not tell whether the next save has the same."""
+        found, flat = look(state), planner.state_dict
+        if found is None or list(map(id, found.values)) != list(map(id, flat.values())):
+            return None
+        (rank, count), items = standing(ranks), planner.plan.items
+        place_of = {name: place for place, name in enumerate(flat)}
+        places = [place_of[item.index.fqn] for item in items]
         return cls(
-            id=number, rank=rank, count=count, local=local, final=final, signs=signs, places=places,
+            id=number, rank=rank, count=count, items=items, signs=found.signs, places=places,
             sizes=sizes, metadata=metadata,
         )  # fmt: skip
 
@@ -95,7 +90,6 @@ def values_of(state: dict[str, Any]) -> dict[str, Any]:
 def agree(
     planned: RankPlan | None,
     state: dict[str, Any],
-    planner: DefaultSavePlanner,
     take: Callable[[list[Any]], ShardContents | None],
     word: RankReport,
     ranks: Any = None,
@@ -111,7 +105,7 @@ def agree(
     taken: ShardContents | None = None
     error: BaseException | None = None
     try:
-        values = None if planned is None else _as_planned(planned, state, planner, ranks)
+        values = None if planned is None else _as_planned(planned, state, ranks)
         taken = None if values is None else take(values)
     # Also Ctrl-C: the others wait in the exchange, and learn of it there.
     except BaseException as problem:
@@ -132,35 +126,14 @@ def _in_short(error: BaseException | None) -> Exception | None:
     return RuntimeError(f"rank {standing()[0]}: {error!r}")
 
 
-def _as_planned(
-    planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner, ranks: Any
-) -> list[Any] | None:
+def _as_planned(planned: RankPlan, state: dict[str, Any], ranks: Any) -> list[Any] | None:
     """Return the values that this rank saves, by item, if its plan is the same; else None."""
-    if standing(ranks) != (planned.rank, planned.count):
-        return None
-    found = look(state) if planned.signs is not None else None
+    found = look(state) if standing(ranks) == (planned.rank, planned.count) else None
     # Equal outlines, not identities: a resized tensor is the same object (decision 0213).
-    if found is not None and found.signs == planned.signs:
-        with torch.no_grad():  # with gradients, torch returns a view
-            return [_live(found.values[place]) for place in planned.places]
-    if not _plans_alike(planned, state, planner):
+    if found is None or found.signs != planned.signs:
         return None
-    return [
-        planner.lookup_object(item.index)
-        if item.type == WriteItemType.BYTE_IO
-        else planner.resolve_data(item).detach()
-        for item in planned.final.items
-    ]
-
-
-def _plans_alike(planned: RankPlan, state: dict[str, Any], planner: DefaultSavePlanner) -> bool:
-    try:
-        planner.set_up_planner(state_dict=state, is_coordinator=planned.rank == 0)
-        local = planner.create_local_plan()
-    except Exception:  # torch's planning meets it again, and tells all ranks
-        return False
-    before = planned.local
-    return bool(local.items == before.items and local.planner_data == before.planner_data)
+    with torch.no_grad():  # with gradients, torch returns a view
+        return [_live(found.values[place]) for place in planned.places]
 
 
 def look(state: dict[str, Any]) -> StateOutline | None:

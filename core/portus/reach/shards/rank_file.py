@@ -4,14 +4,15 @@ at a multiple of 64 bytes, followed by a table that stock torch ignores.
 A tensor is a file of ``torch.save`` of its own (``torch_zip``), with its own digests. Other items
 are bytes from torch's planner, whose digests are in the table. Bytes between items are 0.
 
-And ``.metadata`` of the directory: torch's pickle, followed by a digest, which ``pickle.load``
-ignores.
+``.metadata`` of the directory is such a file of one item, torch's pickle: ``pickle.load`` ignores
+what follows.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -19,14 +20,12 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from portus.engine.format.checksum import DIGEST_SIZE, digest, unit_counts
-from portus.engine.format.record import Field, Record
 from portus.engine.image.image import Crcs, Digests, Image, Literal, Read, exactly
 from portus.engine.image.integrity import ShardFile
 from portus.engine.image.torch_reader import read_torch
 from portus.errors import CorruptionError, UsageError, printable
 
 METADATA: Final = ".metadata"
-MAGIC_OF_METADATA: Final = b"PORTUSMD"
 
 DISTCP: Final = ".distcp"
 
@@ -38,19 +37,9 @@ ALIGNMENT: Final = 64
 MAGIC: Final = b"PORTUSRK"
 FORMAT: Final = 1
 
-END: Final = Record(
-    "end of a rank file",
-    40,
-    (
-        Field("magic", "8s", '`"PORTUSRK"`'),
-        Field("format", "I", "1"),
-        Field("zero", "I", "0"),
-        Field("save", "Q", "the number of the save, as in the name of the file"),
-        Field("items", "Q", "number of items"),
-        Field("size", "Q", "of the whole file, in bytes"),
-    ),
-)
-"""The record after the rows; the xxh3_128 of both follows it and ends the file."""
+END: Final = struct.Struct("<8sQQQQ")
+"""After the rows: magic, format, the number of the save (as in the name of the file), the number of
+items, and the size of the whole file. The xxh3_128 of both follows and ends the file."""
 
 _ROW: Final = np.dtype(
     [("offset", "<u8"), ("length", "<u8"), ("kind", "<u8"), ("digest", f"V{DIGEST_SIZE}")]
@@ -117,7 +106,7 @@ def rank_image(items: Sequence[Item], save: int) -> Image:
             )
             found += [Literal(at + each.offset, each.data) for each in own]
             unit, storage = unit + units, storage + storages
-        table = rows.tobytes() + END.row(MAGIC, FORMAT, 0, save, len(items), size)
+        table = rows.tobytes() + END.pack(MAGIC, FORMAT, save, len(items), size)
         return [*found, Literal(behind, table + digest(table))]
 
     return Image(
@@ -198,8 +187,8 @@ def is_rank_file(read: Read, size: int) -> bool:
     at = size - END.size - DIGEST_SIZE
     if at < 0:
         return False
-    end = END.unpack(read(at, END.size))
-    return end["magic"] == MAGIC or end["size"] == size
+    magic, *_, noted = END.unpack(exactly(read, at, END.size, ""))
+    return bool(magic == MAGIC or noted == size)
 
 
 def read_rank_file(read: Read, size: int, name: str) -> RankFile:
@@ -212,71 +201,45 @@ def read_rank_file(read: Read, size: int, name: str) -> RankFile:
         )
     at = size - END.size - DIGEST_SIZE
     end = exactly(read, at, END.size + DIGEST_SIZE, name)
-    head = END.unpack(end[: END.size])
-    count = head["items"]
-    assert isinstance(count, int)
+    magic, known, save, count, noted = END.unpack(end[: END.size])
     begin = at - count * _ROW.itemsize
-    if begin < 0 or head["size"] != size or head["magic"] != MAGIC:
+    if begin < 0 or noted != size or magic != MAGIC:
         raise CorruptionError(f"{name}: the table is damaged, or that of another file")
     rows = exactly(read, begin, at - begin, name)
     if digest(rows + end[: END.size]) != end[END.size :]:
         raise CorruptionError(f"{name}: the table does not match its digest")
     # After the digest: in a damaged table no number means anything.
-    if head["format"] != FORMAT:
+    if known != FORMAT:
         raise UsageError(
-            f"{name}: expected a table of format {FORMAT}, found {head['format']!r}; a later "
-            "version of Portus wrote this file: upgrade Portus"
+            f"{name}: expected a table of format {FORMAT}, found {known}; a later version of "
+            "Portus wrote this file: upgrade Portus"
         )
-    save = head["save"]
-    assert isinstance(save, int)
     found = [ItemRow(*each) for each in np.frombuffer(rows, _ROW).tolist()]
     if any(row.offset + row.length > begin or row.kind > BLOCK for row in found):
         raise CorruptionError(f"{name}: the table has an item outside of the file")
     return RankFile(name, size, save, found, {(row.offset, row.length): row for row in found})
 
 
-END_OF_METADATA: Final = Record(
-    "end of .metadata",
-    16,
-    (
-        Field("magic", "8s", '`"PORTUSMD"`'),
-        Field("pickle", "Q", "bytes of the pickle in front of it"),
-    ),
-)
-"""The record before the xxh3_128 of the pickle and of this record, which ends the file."""
-
-
-def metadata_file(pickle: bytes) -> bytes:
-    """Return the bytes of the file with ``pickle``."""
-    data = pickle + END_OF_METADATA.row(MAGIC_OF_METADATA, len(pickle))
-    return data + digest(data)
-
-
 def read_pickle(read: Read, size: int, name: str) -> tuple[bytes, bool]:
     """Return the pickle in the file ``name`` of ``size`` bytes, and whether it was verified: stock
     torch's has no digest. Raises ``CorruptionError``."""
+    if is_rank_file(read, size):
+        row, *_ = read_rank_file(read, size, name).rows
+        return bytes_of(row, read, name), True
     data = exactly(read, 0, size, name)
-    at = size - END_OF_METADATA.size - DIGEST_SIZE
-    end = END_OF_METADATA.unpack(data[at : at + END_OF_METADATA.size]) if at >= 0 else {}
-    # Either will do: a file of Portus with one damaged byte here does not pass for stock's.
-    if end.get("magic") != MAGIC_OF_METADATA and end.get("pickle") != at:
-        if not data.endswith(b"."):
-            raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")
-        return data, False
-    if digest(data[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
-        raise CorruptionError(f"{name} does not match its digest")
-    return data[:at], True
+    if not data.endswith(b"."):
+        raise CorruptionError(f"{name}: {size} bytes, no whole pickle: cut off, or damaged")
+    return data, False
 
 
 def shard_of(read: Read, size: int, path: str) -> ShardFile | None:
     """Return the known facts of the file at ``path``; None if its name is not a shard's. Raises
     ``CorruptionError``."""
     name = os.path.basename(path)
-    if name == METADATA:
-        _, is_verified = read_pickle(read, size, printable(path))
-        return ShardFile(is_verified, lambda _: None)
-    if not name.endswith(DISTCP):
+    if name != METADATA and not name.endswith(DISTCP):
         return None
-    if not is_rank_file(read, size) and not RANK_FILE.fullmatch(name):
-        return ShardFile(False, lambda _: None)
-    return ShardFile(True, read_rank_file(read, size, printable(path)).verify)
+    if is_rank_file(read, size) or RANK_FILE.fullmatch(name):
+        return ShardFile(True, read_rank_file(read, size, printable(path)).verify)
+    if name == METADATA:
+        read_pickle(read, size, printable(path))
+    return ShardFile(False, lambda _: None)

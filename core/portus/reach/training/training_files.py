@@ -185,7 +185,7 @@ class TrainingFiles:
         """Begin to save a text file, in UTF-8, to ``path``, absolute, after the saves so far.
         ready: as of ``save_directory``."""
         saver, _ = self._open()
-        contents = LiteralContents(text.encode())
+        contents = LiteralContents(bytes_image(text.encode()))
         request = _TextRequest(follows_links=False, base=self._base, training=self, gate=ready)
         return saver.save_files([FileToSave(path, contents)], request)
 
@@ -459,8 +459,8 @@ class LiteralContents(FileContents):
     lengths = np.zeros(0, np.int64)
     has_devices = False
 
-    def __init__(self, data: bytes) -> None:
-        self._image: Final = bytes_image(data)
+    def __init__(self, image: Image) -> None:
+        self._image: Final = image
 
     def image(self, path: str, note: bytes = b"") -> Image:
         return self._image
