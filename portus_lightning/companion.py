@@ -35,10 +35,11 @@ from portus_lightning.patch import (
 )
 from portus_lightning.preemption import PreemptionExit
 
-KEY: Final = "portus_random"
-"""The key of the generators in a checkpoint: {"format": 1, "ranks": (world size, ROOM) uint8}."""
+KEY: Final = "portus_resume"
+"""The key of what exact resume needs in a checkpoint: {"format": 2, "ranks": for each rank the
+states of its generators, "random", and those of its "loaders"}."""
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 class CompanionHooks:
@@ -88,18 +89,11 @@ class CompanionHooks:
         elif self._leaving is not None and self._leaving.is_saving:
             self._leaving.amend(checkpoint)
             own = self._leaving.generators_of(own)
-        position = None if self._data is None else self._data.state_dict(is_pending=is_pending)
-        if position is not None:
-            own = torch.cat([own, position["random"].flatten()])
-        if trainer.world_size > 1:
-            # On the device and back: NCCL takes no tensors of the CPU.
-            own = trainer.strategy.all_gather(own.to(trainer.strategy.root_device)).cpu()
-        ranks = own.reshape(trainer.world_size, -1, portus.RANDOMNESS_BYTES)
-        checkpoint[KEY] = {"format": FORMAT, "ranks": ranks[:, 0].contiguous()}
-        if position is not None and self._data is not None:
-            said = data.of_all_ranks(position["own"], trainer.world_size)
-            self._data.amend(checkpoint, said[0])
-            checkpoint[data.KEY] = {**position, "random": ranks[:, 1:].contiguous(), "own": said}
+        states = [] if self._data is None else self._data.states(is_pending=is_pending)
+        ranks = data.gather({"random": own, "loaders": states}, trainer.world_size)
+        checkpoint[KEY] = {"format": FORMAT, "ranks": ranks}
+        if self._data is not None and states:
+            self._data.amend(checkpoint, ranks[0]["loaders"])
 
     def _is_pending(self, trainer: Any) -> bool:
         """Return True from the load of a checkpoint until a batch was trained."""
@@ -129,9 +123,6 @@ class CompanionHooks:
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep this rank's generators until the data loaders exist, and the position for these.
         Raise ``portus.UsageError`` if a newer Portus saved them."""
-        position = checkpoint.get(data.KEY)
-        if position is not None and self._data is not None:
-            self._data.load_state_dict(position)
         if trainer.state.fn != "fit" or not self._is_first(trainer):
             return
         of_start = {name: deepcopy(checkpoint.get(name)) for name in _OF_THE_START}
@@ -140,13 +131,17 @@ class CompanionHooks:
         if saved is None:
             return
         if run_of(trainer) is not None:
-            stock.LIGHTNING.require_format("random numbers", saved["format"], FORMAT)
+            stock.LIGHTNING.require_format("random numbers and data", saved["format"], FORMAT)
         elif saved["format"] != FORMAT:  # stock Lightning ignores them
             return
-        ranks = saved["ranks"]
+        ranks, rank = saved["ranks"], trainer.global_rank
+        if self._data is not None:
+            # From another number of ranks, all take rank 0's: samples are one sequence
+            # (decision 0128).
+            self._data.resume(ranks[rank if len(ranks) == trainer.world_size else 0]["loaders"])
         # More ranks than at the save: the new ones keep what the script seeded.
-        if trainer.global_rank < len(ranks):
-            self._generators = ranks[trainer.global_rank].clone()
+        if rank < len(ranks):
+            self._generators = ranks[rank]["random"].clone()
             if self._loaded is not None:
                 self._loaded["generators"] = self._generators
 

@@ -45,21 +45,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 
 import portus
-from portus_lightning import stock
 
-KEY: Final = "portus_data"
-"""The key of the position in a checkpoint: {"format": 1, "loaders": one state for each, "random":
-(ranks, loaders, RANDOMNESS_BYTES) uint8, "own": for each rank the states that its loaders
-returned}. None stands for a loader that is not followed, or not asked."""
-
-_FORMAT: Final = 1
 _HOOK: Final = "_load_combined_loader_states"
 _BEFORE_FETCH: Final = "_on_before_fetch"
 _END: Final = object()
@@ -102,58 +95,46 @@ class TrainingData:
         setattr(self._loop, _HOOK, load_states)
         setattr(self._loop.epoch_loop, _BEFORE_FETCH, keep)
 
-    def state_dict(self, *, is_pending: bool = False) -> dict[str, Any] | None:
-        """Return this rank's part: "random" and "own" have to be gathered. None without loaders.
+    def states(self, *, is_pending: bool = False) -> list[dict[str, Any] | None]:
+        """Return the states of this rank's loaders, None for one that is not followed.
 
         is_pending: nothing was trained since a state was loaded, so the loaders are still there.
         """
         if is_pending and self._saved:
             # As loaded: to ask for the first sample would begin the epoch, and draw from the
             # generators (decision 0128).
-            return _gather([None if each is None else dict(each) for each in self._saved])
+            return list(self._saved)
         if not self._cursors:
-            return None
+            return []
         progress = self._loop.epoch_loop.batch_progress
         done = progress.current.processed
         is_over = (
             done == progress.current.ready and self._loop.epoch_loop._num_ready_batches_reached()
         )
-        return _gather(
-            [
-                None
-                if cursor is None
-                else cursor.state_dict(
-                    self._delivered_batches(cursor, done), is_over=is_over, iterator=iterator
-                )
-                for cursor, iterator in zip(self._cursors, self._iterators(), strict=True)
-            ]
-        )
+        return [
+            None
+            if cursor is None
+            else cursor.state_dict(
+                self._delivered_batches(cursor, done), is_over=is_over, iterator=iterator
+            )
+            for cursor, iterator in zip(self._cursors, self._iterators(), strict=True)
+        ]
 
-    def amend(self, checkpoint: dict[str, Any], own: list[Any]) -> None:
+    def amend(self, checkpoint: dict[str, Any], saved: list[dict[str, Any] | None]) -> None:
         """Put the states that loaders returned where Lightning has them too: it asks loaders when
-        they may have given a batch more. own: of rank 0."""
+        they may have given a batch more. saved: the states of rank 0."""
         if self._loop._combined_loader is None:
             return
         states = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         stateful = [number for number, each in enumerate(self._loaders) if _is_stateful(each)]
         for place, number in enumerate(stateful):
-            if place < len(states) and own[number] is not None:
-                states[place] = own[number]
+            own = (saved[number] or {}).get("own")
+            if place < len(states) and own is not None:
+                states[place] = own
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state`` once the loaders exist. Raise ``UsageError`` for a state of a
-        newer Portus."""
-        stock.LIGHTNING.require_format("positions in data", state.get("format"), _FORMAT)
-        random = state["random"]
-        # From another number of ranks, all take rank 0's: samples are one sequence (decision 0128).
-        rank = self._trainer.global_rank if len(random) == self._trainer.world_size else 0
-        own = state["own"]
-        said = own[min(rank, len(own) - 1)]
-        self._saved = [
-            None if each is None else {**each, "random": drawn.clone(), "own": asked}
-            for each, drawn, asked in zip(state["loaders"], random[rank], said, strict=True)
-        ]
-        self._waits = True
+    def resume(self, states: list[dict[str, Any] | None]) -> None:
+        """Continue from ``states`` once the loaders exist."""
+        self._saved, self._waits = list(states), bool(states)
 
     def start(self) -> None:
         """Resume the loaders as training starts, if they were set up before the load."""
@@ -322,23 +303,10 @@ class TrainingData:
             )
 
 
-def _gather(states: list[Any]) -> dict[str, Any]:
-    """Return the states of loaders, as a checkpoint has them: values of a rank are separate."""
-    random = [
-        # A place for each loader: ranks gather tensors of one size.
-        torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
-        if each is None
-        else each.pop("random")
-        for each in states
-    ]
-    own = [None if each is None else each.pop("own", None) for each in states]
-    return {"format": _FORMAT, "loaders": states, "random": torch.stack(random), "own": own}
-
-
-def of_all_ranks(own: list[Any], ranks: int) -> list[list[Any]]:
-    """Return the states that the loaders of each rank returned; of this rank alone, if ranks cannot
-    communicate. Runs on all ranks, and waits for them if any loader was asked."""
-    if ranks == 1 or not any(own) or not torch.distributed.is_initialized():
+def gather(own: Any, ranks: int) -> list[Any]:
+    """Return what each rank gives; of this rank alone, if ranks cannot communicate. Runs on all
+    ranks."""
+    if ranks == 1 or not torch.distributed.is_initialized():
         return [own]
     gathered: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(gathered, own)

@@ -323,7 +323,7 @@ def test_a_trainer_without_the_plugin_is_left_alone(tmp_path: Path) -> None:
     fit.fit(Net(), loader())
     assert os.listdir(tmp_path) == ["ckpt"]
     loaded = torch.load(tmp_path / "ckpt" / "step=6.ckpt")
-    assert "portus_random" not in loaded
+    assert "portus_resume" not in loaded
 
 
 def test_training_leaves_no_thread_and_no_open_pool(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_rounds_that_nobody_can_count_are_left_to_stock_and_saves_go_on(tmp_path
     loaders = CombinedLoader([plain(), plain(shuffle=False, sampler=Unsized())], "max_size_cycle")
     run(tmp_path, loaders, at_step_5(tmp_path), net=Joined)
     saved = torch.load(tmp_path / "ckpt" / "step=5.ckpt")
-    assert saved["portus_data"]["loaders"] == [None, None]
+    assert [each["loaders"] for each in saved[KEY]["ranks"]] == [[None, None]]
 
 
 class Failing(Callback):
@@ -257,7 +257,8 @@ def test_a_checkpoint_holds_the_generators_and_loads_without_them(tmp_path: Path
     run(tmp_path, plain(), at_epochs(tmp_path))
     path = tmp_path / "ckpt" / "step=6.ckpt"
     loaded = torch.load(path, weights_only=True)
-    assert loaded[KEY]["ranks"].shape == (1, portus.RANDOMNESS_BYTES)
+    [own] = loaded[KEY]["ranks"]
+    assert own["random"].shape == (portus.RANDOMNESS_BYTES,)
     del loaded[KEY]
     torch.save(loaded, tmp_path / "bare.ckpt")
     model, _ = run(
@@ -272,9 +273,9 @@ def test_the_generators_of_a_newer_portus_are_told_and_left_where_portus_is_off(
 ) -> None:
     run(tmp_path, plain(), at_epochs(tmp_path))
     loaded = torch.load(tmp_path / "ckpt" / "step=6.ckpt")
-    loaded[KEY]["format"] = 2
+    loaded[KEY]["format"] = 3
     torch.save(loaded, tmp_path / "newer.ckpt")
-    with pytest.raises(portus.UsageError, match=r"have format 2, and this Portus knows 1.*Upgrade"):
+    with pytest.raises(portus.UsageError, match=r"have format 3, and this Portus knows 2.*Upgrade"):
         run(tmp_path / "2", plain(), at_epochs(tmp_path / "2"), resume=tmp_path / "newer.ckpt")
     monkeypatch.setenv("PORTUS_DISABLE", "1")
     model, _ = run(
