@@ -1,16 +1,21 @@
-"""The checkpoint directories of a project: their names, and which of them are complete.
+"""The checkpoint directories of a project: their names, which are complete, and what is in them.
 
 The files that a save writes in the background appear in one step. A directory without them was
 never complete, whatever else is in it. Stock takes the highest number.
+
+A directory put together by hand, from two checkpoints, is refused: it would load, and be no state
+that training ever had. Not detected: files of the same run and step, saved twice. Accelerate and
+torch find other errors; here the checkpoint and the rank are added to them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import portus
@@ -140,3 +145,69 @@ def last(stock: Callable[[Any], Any], folder: Any) -> Any:
     if found is None or not why_incomplete(found, is_complete):
         return found
     return next(iter(complete_in(os.fspath(folder))), None)
+
+
+_NOTED: Final = (".safetensors", ".bin", ".pkl", ".pt")
+"""Suffixes of the files that Accelerate writes."""
+
+_SECOND: Final = re.compile(r"~\d+$")
+"""The end of a run's name in a pool that has another run of that name."""
+
+
+def origin_of(directory: str) -> str:
+    """Return the checkpoint with its run and step, for messages; "" if no file in ``directory``
+    names them.
+
+    Raises ``UsageError`` naming the files and steps if they are of several checkpoints,
+    ``CorruptionError`` for a damaged file.
+    """
+    found: dict[str, list[str]] = {}
+    for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
+        path = os.path.join(directory, name)
+        pointer = portus.read_reference(path)  # following it would open a pool
+        said = _read_note(path) if pointer is None else (pointer.model, pointer.step)
+        if said is not None:
+            origin = f"model {_SECOND.sub('', said[0])!r}, step {said[1]}"
+            found.setdefault(origin, []).append(name)
+    if len(found) > 1:
+        parts = [f"{', '.join(names)} of {origin}" for origin, names in found.items()]
+        raise portus.UsageError(
+            f"{directory}: its files are of different checkpoints: {'; '.join(parts)}. Load a "
+            "directory as it was saved"
+        )
+    return next((f"{directory} ({origin})" for origin in found), "")
+
+
+def note(model: str, step: int) -> bytes:
+    """Return the note of its origin that each file of a checkpoint has."""
+    return json.dumps({"model": model, "step": step}).encode()
+
+
+def _read_note(path: str) -> tuple[str, int] | None:
+    """Return model and step from a file's note."""
+    if not os.path.isfile(path) or os.path.splitext(path)[1] not in _NOTED:
+        return None
+    data = portus.read_note(path)
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        said = json.loads(data or b"null")
+        return str(said["model"]), int(said["step"])
+    return None
+
+
+@contextlib.contextmanager
+def naming(directory: str, rank: int) -> Iterator[None]:
+    """Add the checkpoint and the rank to the errors raised inside, where ``directory`` is loaded.
+    Their type stays the same, for handlers. Raises as ``origin_of``, too."""
+    origin = origin_of(directory)
+    where = f"rank {rank}: {origin}"
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if not origin or type(error) not in (RuntimeError, ValueError):
+            raise  # the others name it themselves, as ours do
+        text = f"{where} does not fit what the script prepared: {error}"
+        raise type(error)(text) from error
+    except FileNotFoundError as error:
+        if not origin or type(error) is not FileNotFoundError:
+            raise
+        raise FileNotFoundError(error.errno, f"{where} lacks a file", error.filename) from error

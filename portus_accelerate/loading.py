@@ -13,9 +13,14 @@ from accelerate.utils import broadcast_object_list, gather_object, other
 import portus
 from portus_accelerate import fsdp, resume
 from portus_accelerate.capture import verifying
-from portus_accelerate.directories import RANDOM, numbered_directories, why_incomplete
+from portus_accelerate.directories import (
+    RANDOM,
+    naming,
+    numbered_directories,
+    origin_of,
+    why_incomplete,
+)
 from portus_accelerate.files import CheckpointFiles
-from portus_accelerate.origin import naming, origin_of
 from portus_accelerate.settings import Settings
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -48,7 +53,7 @@ class StateLoader:
             found = numbered_directories(above)[::-1]
         candidates = self.as_main_says(above, found)
         failed: tuple[str, portus.PortusError] | None = None
-        for candidate in self._most_complete_first(candidates):
+        for candidate in self.most_complete_first(candidates, self._has_own):
             if failed is not None:
                 _log.error("Portus: %s; FALLING BACK to %s", failed[1], candidate)
                 self.passed_over.add(failed[0])  # training will save there again
@@ -77,12 +82,6 @@ class StateLoader:
             own = of_main  # the position is the same on all processes
         resume.go_back(self._accelerator, own, of_main or own)
         return own
-
-    def agree(self, above: str, paths: list[str], is_good: Callable[[str], bool]) -> str | None:
-        """Return the first of ``paths``, all in ``above``, in the main process's order, that all
-        processes find good."""
-        said = self.as_main_says(above, paths)
-        return next((path for path in said if all(gather_object([is_good(path)]))), None)
 
     def fetch_named(self) -> None:
         """Fetch checkpoints of automatic naming, if none is here, before any process looks."""
@@ -152,22 +151,27 @@ class StateLoader:
             broadcast_object_list(said)
         return [os.path.join(above, name) for name in said[0]]
 
-    def _most_complete_first(self, candidates: Sequence[str]) -> Iterator[str]:
-        """Yield the directories that all processes saved, and then the others. The same on all."""
+    def _has_own(self, directory: str) -> bool:
+        """Return whether this process finds its random states in a directory, or saved none there:
+        there were more or fewer processes than now."""
+        if os.path.exists(os.path.join(directory, RANDOM.format(self._accelerator.process_index))):
+            return True
+        if why_incomplete(directory):
+            return True  # the load reports the reason
+        try:
+            saved = (_positions_in(directory, 0) or {}).get("processes")
+        except portus.PortusError:
+            saved = None
+        return bool(saved != self._accelerator.num_processes)
+
+    def most_complete_first(
+        self, candidates: Sequence[str], has_own: Callable[[str], bool]
+    ) -> Iterator[str]:
+        """Yield the directories that all processes saved, and then the others. The same on all.
+        has_own: whether this process saved its part of one; called on every process."""
         lacking = []
-        count, index = self._accelerator.num_processes, self._accelerator.process_index
         for candidate in candidates:
-            try:
-                saved = (_positions_in(candidate, 0) or {}).get("processes")
-            except portus.PortusError:
-                saved = None
-            # Every process finds its random states, if there were as many as now.
-            has_own = saved != count or os.path.exists(
-                os.path.join(candidate, RANDOM.format(index))
-            )
-            # Whatever was found above: each process has to take part. The load of one that was cut
-            # off reports the reason.
-            if all(gather_object([has_own or bool(why_incomplete(candidate))])):
+            if all(gather_object([has_own(candidate)])):
                 yield candidate
                 continue
             _log.error("Portus: %s: not all processes saved it before they were killed", candidate)
@@ -179,7 +183,7 @@ class StateLoader:
         """Warn if this process found no states of its own, or another number of processes saved."""
         origin, saved = origin_of(directory), own or of_main
         rank, now = self._accelerator.process_index, self._accelerator.num_processes
-        if origin is None:
+        if not origin:
             return
         count = saved["processes"] if saved else None
         if count is None or (own is None and count == now):

@@ -26,10 +26,9 @@ import portus
 from portus_accelerate import data, deepspeed, fsdp, resume
 from portus_accelerate.capture import Capture, capturing, torch_name
 from portus_accelerate.deepspeed import gather_engine_files
-from portus_accelerate.directories import RANDOM, roots, step_of, surplus, why_incomplete
+from portus_accelerate.directories import RANDOM, note, roots, step_of, surplus, why_incomplete
 from portus_accelerate.files import CheckpointFiles
 from portus_accelerate.loading import StateLoader, Stock
-from portus_accelerate.origin import note
 from portus_accelerate.settings import ACCELERATE, Settings
 
 _log: Final = logging.getLogger("portus_accelerate")

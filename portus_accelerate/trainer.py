@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import safetensors.torch
+from accelerate.utils import gather_object
 
 import portus
 from portus_accelerate import capture, trainer_data
@@ -252,17 +253,12 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
         is_there = os.path.exists(os.path.join(path, own))
         return is_there or (os.path.isdir(path) and trainer_data.processes_of(path) != count)
 
-    complete = complete_in(output) if is_here else []
-    found = saver.loader.agree(output, complete, is_finished)
-    if found is None:  # one that lacks random states is better than none
-        found = saver.loader.agree(output, complete, os.path.isdir)
-        if found is not None:
-            _log.error(
-                "Portus: a process was killed before its random states were in %s, and no "
-                "checkpoint has those of all processes: random numbers do not continue as "
-                "they were",
-                found,
-            )
+    complete = saver.loader.as_main_says(output, complete_in(output) if is_here else [])
+    # One that lacks random states is better than none.
+    ordered = saver.loader.most_complete_first(complete, is_finished)
+    found = next((each for each in ordered if all(gather_object([os.path.isdir(each)]))), None)
+    if found in saver.loader.passed_over:
+        _log.error("Portus: %s: random numbers do not continue as they were", found)
     if found is None:
         _log.error("Portus: no checkpoint in %s was ever complete; STARTING FROM SCRATCH", output)
     elif found != beside[-1]:
