@@ -116,13 +116,17 @@ def _why_not_told() -> str:
     )
 
 
-def is_known(version: str, oldest: tuple[int, ...], newest: tuple[int, ...]) -> bool:
-    """Return whether ``version`` is between the two, both included, by their first numbers."""
+def why_unsupported(
+    name: str, version: str, oldest: tuple[int, ...], newest: tuple[int, ...]
+) -> str:
+    """Return why Portus does not save for this version of a framework; "" if it does: ``version``
+    is between the two, both included, by their first numbers."""
     parts = version.split("+")[0].split(".")
     numbers = tuple(int(part) for part in parts if part.isdigit())
-    return oldest <= numbers[: len(oldest)] <= newest
-
-
-def spell(oldest: tuple[int, ...], newest: tuple[int, ...]) -> str:
-    """Return a range of versions as users write it."""
-    return " to ".join(".".join(map(str, each)) for each in (oldest, newest))
+    if oldest <= numbers[: len(oldest)] <= newest:
+        return ""
+    known = " to ".join(".".join(map(str, each)) for each in (oldest, newest))
+    return (
+        f"{name} {version} is not supported by this version of Portus ({known}): it saves without "
+        "Portus"
+    )

@@ -119,7 +119,7 @@ class PlainLoader:
         return int(running.loader.iteration) + (running.is_over and not running.has_ended)
 
     def state_dict(self, delivered: int | None = None) -> dict[str, Any]:
-        """Return the position; "random" in "cursor" is of this process.
+        """Return the position of this process.
 
         delivered: the trained batches of this epoch, over all restarts, if not all delivered ones.
         """

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import portus
 from portus.dcp import RankFiles
-from portus_accelerate.autoload import is_known, spell
+from portus_accelerate.autoload import why_unsupported
 from portus_accelerate.settings import Settings, from_environment, from_mapping
 
 _log: Final = logging.getLogger("portus_accelerate")
@@ -59,8 +59,9 @@ def enable(engine: Any, **settings: object) -> None:
     reason = why_not(engine, chosen)
     if reason is not None:
         raise portus.UsageError(f"Portus does not save for this engine: {reason}")
-    if not _patch(is_for_all=False):
-        raise portus.UsageError(_range_of(_version()))
+    reason = _patch(is_for_all=False)
+    if reason:
+        raise portus.UsageError(reason)
     setattr(engine, _FILES, EngineFiles(engine, chosen))
 
 
@@ -70,16 +71,18 @@ def files_of(engine: Any) -> EngineFiles | None:
     return found
 
 
-def _patch(*, is_for_all: bool) -> bool:
-    """Patch DeepSpeed. Return False for a version that is left alone."""
-    version = _version()
-    if not is_known(version, OLDEST, NEWEST):
-        _log.warning("%s; it saves as it always did", _range_of(version))
-        return False
+def _patch(*, is_for_all: bool) -> str:
+    """Patch DeepSpeed. Return why its version is left alone; "" if it is patched."""
+    # DeepSpeed's ``__init__`` may not have ended yet.
+    version = str(getattr(sys.modules.get("deepspeed.git_version_info"), "version", "?"))
+    reason = why_unsupported("DeepSpeed", version, OLDEST, NEWEST)
+    if reason:
+        _log.warning("Portus: %s", reason)
+        return reason
     engine = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
     setattr(engine, _PATCHED, is_for_all or getattr(engine, _PATCHED, False))
     if getattr(engine.save_checkpoint, _PATCHED, False):
-        return True
+        return ""
     for name, function in (
         ("save_checkpoint", _save),
         ("load_checkpoint", _load),
@@ -90,16 +93,7 @@ def _patch(*, is_for_all: bool) -> bool:
         change = portus.around(engine, name, function)
         setattr(change[2], _PATCHED, True)
         setattr(*change)
-    return True
-
-
-def _version() -> str:
-    """Return the version of the loaded DeepSpeed, whose ``__init__`` may not have ended yet."""
-    return str(getattr(sys.modules.get("deepspeed.git_version_info"), "version", "?"))
-
-
-def _range_of(version: str) -> str:
-    return f"Portus was made for DeepSpeed {spell(OLDEST, NEWEST)}, and this is {version}"
+    return ""
 
 
 def _files_of(engine: Any) -> EngineFiles | None:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 import portus
 from portus_accelerate import capture, deepspeed, is_on, resume
-from portus_accelerate.autoload import ON, is_known, spell, status, tell
+from portus_accelerate.autoload import ON, status, tell, why_unsupported
 from portus_accelerate.saver import SAVER, Saver, save_state, saver_for, saver_of
 from portus_accelerate.settings import from_environment, from_mapping
 
@@ -52,11 +52,8 @@ def install() -> None:
     Raises nothing that leaves Accelerate half changed.
     """
     version = getattr(sys.modules["accelerate"], "__version__", "?")
-    if not is_known(version, OLDEST, NEWEST):
-        reason = (
-            f"Accelerate {version} is not supported by this version of Portus "
-            f"({spell(OLDEST, NEWEST)}): it saves without Portus"
-        )
+    reason = why_unsupported("Accelerate", version, OLDEST, NEWEST)
+    if reason:
         tell(reason)
         _log.warning("Portus: %s", reason)
         return

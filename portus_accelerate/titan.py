@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from types import SimpleNamespace
+from concurrent.futures import Future
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -72,8 +72,12 @@ def take_over(manager: Any, **settings: Any) -> None:
             process_group=getattr(self, "pg", None),
             fenced=[tensor for each in stepping for tensor in tensors_of(each)],
         )
-        # TorchTitan asks for its result before the next save; ``on_error`` rules its errors.
-        return SimpleNamespace(result=handle.join) if is_late else None
+        if not is_late:
+            return None
+        future = Future[None]()
+        # TorchTitan asks for it before the next save; ``on_error`` rules the errors.
+        vars(future)["result"] = handle.join
+        return future
 
     def dcp_load(
         stock: Callable[..., Any],

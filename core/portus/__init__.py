@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from portus.companions.job.stock import around as around
     from portus.companions.job.stock import is_disabled as is_disabled
     from portus.companions.loaders.cursor import DataCursor as DataCursor
-    from portus.companions.loaders.randomness import RANDOMNESS_BYTES as RANDOMNESS_BYTES
     from portus.companions.loaders.randomness import capture_randomness as capture_randomness
     from portus.companions.loaders.randomness import restore_randomness as restore_randomness
     from portus.companions.loaders.seeds import SeededDataset as SeededDataset
@@ -73,9 +72,7 @@ _NAMES_OF: Final = {
     "portus.companions.job.preemption": "Preemption times_preempted",
     "portus.companions.job.stock": "Framework around is_disabled",
     "portus.companions.loaders.cursor": "DataCursor",
-    "portus.companions.loaders.randomness": (
-        "RANDOMNESS_BYTES capture_randomness restore_randomness"
-    ),
+    "portus.companions.loaders.randomness": "capture_randomness restore_randomness",
     "portus.companions.loaders.seeds": "SeededDataset",
     "portus.companions.run": "Run",
     "portus.companions.shelf.shelf": "Shelf",

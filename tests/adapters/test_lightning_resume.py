@@ -231,7 +231,6 @@ def test_the_generators_are_what_they_were(tmp_path: Path) -> None:
         random.gauss(0, 1)
         np.random.standard_normal()
         state = portus.capture_randomness(CPU)
-        assert state.shape == (portus.RANDOMNESS_BYTES,)
         first = (random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3))
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         portus.restore_randomness(state, CPU)
@@ -241,15 +240,11 @@ def test_the_generators_are_what_they_were(tmp_path: Path) -> None:
 
 def test_generators_that_are_not_known_are_passed_over() -> None:
     state = portus.capture_randomness(CPU)
-    length = int.from_bytes(state[:4].numpy().tobytes(), "little")
-    states = msgspec.msgpack.decode(state.numpy().tobytes()[4 : 4 + length])
-    data = msgspec.msgpack.encode({"strange": b"777", **states})
-    strange = len(data).to_bytes(4, "little") + data
+    states = msgspec.msgpack.decode(state.numpy().tobytes())
+    strange = msgspec.msgpack.encode({"strange": b"777", **states})
     expected = random.random()
-    assert length > 2000
     portus.restore_randomness(torch.frombuffer(bytearray(strange), dtype=torch.uint8), CPU)
     assert random.random() == expected
-    portus.restore_randomness(torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8), CPU)
 
 
 @pytest.mark.long
@@ -258,7 +253,7 @@ def test_a_checkpoint_holds_the_generators_and_loads_without_them(tmp_path: Path
     path = tmp_path / "ckpt" / "step=6.ckpt"
     loaded = torch.load(path, weights_only=True)
     [own] = loaded[KEY]["ranks"]
-    assert own["random"].shape == (portus.RANDOMNESS_BYTES,)
+    assert own["random"].dtype is torch.uint8
     del loaded[KEY]
     torch.save(loaded, tmp_path / "bare.ckpt")
     model, _ = run(

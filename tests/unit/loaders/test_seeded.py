@@ -146,7 +146,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 def test_random_numbers_of_another_portus_are_refused_and_change_nothing() -> None:
     device = torch.device("cpu")
     before = portus.capture_randomness(device)
-    old = torch.zeros(portus.RANDOMNESS_BYTES, dtype=torch.uint8)
+    old = torch.zeros(16384, dtype=torch.uint8)
     old[:5] = torch.tensor([1, 0xD1, 0x09, 0, 0])  # a tag, and the length of Python's field
     for strange in (old, before[:4096]):
         with pytest.raises(portus.UsageError, match=r"another Portus.*PORTUS_DISABLE=1"):

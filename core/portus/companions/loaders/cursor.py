@@ -33,11 +33,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from portus.companions.loaders import samplers
-from portus.companions.loaders.randomness import (
-    capture_randomness,
-    no_randomness,
-    restore_randomness,
-)
+from portus.companions.loaders.randomness import capture_randomness, restore_randomness
 from portus.companions.samples.deal import Deal, batch_of_ranks
 from portus.companions.samples.position import Position
 from portus.errors import UsageError
@@ -166,9 +162,7 @@ class DataCursor:
     def state_dict(
         self, delivered: int, *, is_over: bool = False, iterator: object | None = None
     ) -> dict[str, object]:
-        """Return the position in the epoch, as numbers, texts and tensors. "random" belongs to this
-        rank, and so does "own", the state of a loader that tracks its own position. Everything else
-        is the same on all ranks.
+        """Return the position in the epoch of this rank's loader, as numbers, texts and tensors.
 
         delivered: the number of batches that training has received in this epoch, in all restarts.
         is_over: True if training is done with this epoch, even if the loader has more.
@@ -187,10 +181,9 @@ class DataCursor:
         start = None if running is None or is_over else running.start
         return {
             "position": self._position(delivered, is_over, running).state(),
-            "start": None if start is None else {**start, "random": None},
+            "start": start,
             "now": self.note(None),
             "asked": 0 if running is None else running.request_count,
-            "random": no_randomness() if start is None else start["random"],
         }
 
     def _pending(self, running: Iteration | None, delivered: int) -> _Resume | None:
@@ -356,7 +349,7 @@ class DataCursor:
             return None, "the origin of its order is unknown"
         if state["start"] is None:
             return _Resume(position, None, None, state), ""
-        start = {**state["start"], "random": state["random"]}
+        start = state["start"]
         own = self._batch if batch is None else batch
         samples = None if self._way is None else self._way.samples
         if None not in (position.samples, samples) and position.samples != samples:
@@ -484,7 +477,6 @@ class _AskingCursor(DataCursor):
             "position": position.state(),
             "start": None,
             "now": {"loader": {}, "samplers": []},
-            "random": no_randomness(),
             "own": self._state() if kept is None else kept,
         }
 

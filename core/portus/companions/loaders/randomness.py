@@ -1,9 +1,8 @@
 """The random number generators of one process as bytes, and back.
 
 Python's, numpy's global one, torch's of the CPU and of one CUDA device: a training loop draws from
-these. Stored as a tensor of plain bytes, so a checkpoint needs no pickle for it: a length (4 bytes,
-little-endian), and a map in MessagePack. The rest of the room is zero. A generator that the map
-does not have stays as it is.
+these. Stored as a tensor of plain bytes, so a checkpoint needs no pickle for it: a map in
+MessagePack. A generator that the map does not have stays as it is.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ import torch
 
 from portus.errors import UsageError
 
-RANDOMNESS_BYTES: Final = 16384
-"""The bytes for one process: as many for all, so ranks can gather them as one tensor."""
-
 SEED_BYTES: Final = 56
 """The number of bytes that ``seed_inside`` takes."""
 
 
 def capture_randomness(device: torch.device) -> torch.Tensor:
-    """Return the state of all generators: (RANDOMNESS_BYTES,), uint8, on the CPU.
+    """Return the state of all generators, as bytes: uint8, on the CPU.
 
     device: the one whose CUDA generator is included.
     """
@@ -41,15 +37,7 @@ def capture_randomness(device: torch.device) -> torch.Tensor:
         states["numpy"] = numpy
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    data = msgspec.msgpack.encode(states, enc_hook=np.ndarray.tolist)
-    data = len(data).to_bytes(4, "little") + data
-    assert len(data) <= RANDOMNESS_BYTES
-    return _tensor_of(data.ljust(RANDOMNESS_BYTES, b"\0"))
-
-
-def no_randomness() -> torch.Tensor:
-    """Return a state with which ``restore_randomness`` leaves all generators as they are."""
-    return torch.zeros(RANDOMNESS_BYTES, dtype=torch.uint8, device="cpu")
+    return _tensor_of(msgspec.msgpack.encode(states, enc_hook=np.ndarray.tolist))
 
 
 def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
@@ -57,10 +45,8 @@ def restore_randomness(state: torch.Tensor, device: torch.device) -> None:
 
     Unknown generators are ignored. Raises ``UsageError`` for other bytes, as Portus 0.1 wrote.
     """
-    data = state.cpu().numpy().tobytes()
-    length = int.from_bytes(data[:4], "little")
     try:
-        states = msgspec.msgpack.decode(data[4 : 4 + length], type=dict[str, Any]) if length else {}
+        states = msgspec.msgpack.decode(state.cpu().numpy().tobytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise UsageError(
             "the random numbers of this checkpoint are of another Portus, perhaps an older one "

@@ -37,17 +37,16 @@ _DIGITS: Final = re.compile(r"\d+")
 def pickle_metadata(metadata: object) -> bytes:
     """Return the pickle of torch's metadata, so that older versions of torch read them: 2.15 adds
     the strides of a tensor, one field more than 2.14 expects."""
+
+    def reduce(properties: Any) -> Any:
+        state = properties.__getstate__()[:_FIELDS]
+        return copyreg.__newobj__, (TensorProperties,), state  # type: ignore[attr-defined]
+
     file = io.BytesIO()
-    _Pickler(file).dump(metadata)
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: reduce}
+    pickler.dump(metadata)
     return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        """Pickle a tensor's properties without later fields, as ``pickle`` asks."""
-        if type(obj) is not TensorProperties:
-            return NotImplemented
-        return copyreg.__newobj__, (TensorProperties,), obj.__getstate__()[:_FIELDS]  # type: ignore[attr-defined]
 
 
 _FIELDS: Final = 5
