@@ -72,14 +72,8 @@ RUN_S_MIN: Final = 60.0
 EQUIVALENT: Final[dict[str, str]] = {
     "protocol/connection.py: if kind.from_client == self._is_client: -> "
     "if kind.from_client is self._is_client:": "there is one True and one False",
-    "index/check_version.py: BATCH: Final = 64 << 20 -> BATCH: Final = 64 << 21": "how many bytes "
-    "are read at once",
-    "index/check_version.py: self.digests: Final[Digests] = units.view(np.uint8).reshape(-1, "
-    "UNIT_DIGEST.size) -> self.digests: Final[Digests] = units.view(np.uint8).reshape(- 2, "
-    "UNIT_DIGEST.size)": "numpy takes any number below 0",
-    "index/check_reach.py: rows = [np.array([(r.offset, r.length, r.commit) for r in listed], "
-    "np.int64).reshape(-1, 3)] -> rows = [np.array([(r.offset, r.length, r.commit) for r in "
-    "listed], np.int64).reshape(~1, 3)]": "numpy takes any number below 0",
+    "index/check_version.py: _BATCH: Final = 64 << 20 -> _BATCH: Final = 64 << 21": "how many "
+    "bytes are read at once",
 }
 """Survivors that mean the same: "package/module.py: old -> new", and why."""
 

@@ -15,10 +15,10 @@ from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
+from portus.reach.index.catalogue import MARKS
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
-from portus.reach.index.tables import MARKS
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.opening import Places
 from portus.reach.places.pool import let_go

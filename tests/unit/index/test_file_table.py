@@ -17,8 +17,8 @@ from portus.reach.index.file_table import (
     PackedFile,
     decode_table,
     encode_table,
-    overlaps,
 )
+from portus.reach.index.records import overlaps
 
 EDGES: list[tuple[int, list[int], list[int]]] = [
     (0, [], []),

@@ -153,7 +153,7 @@ def test_a_large_entry_is_stored_piece_by_piece(medium: Memory) -> None:
     record = replace(record, log=replace(record.log, extent=Extent(DATA_START, 1200 * PAGE)))
     assert record.log is not None
     data = np.frombuffer(os.urandom(3 << 20), np.uint8).reshape(1, -1)
-    LogWriter(medium, record.log).append([Bunch(np.array([PAGE]), data)], b"{}", 5)
+    LogWriter(medium, record.log).append([Bunch(np.array([DATA_START]), data)], b"{}", 5)
     [entry] = entries(medium, record)
     assert np.array_equal(entry.bunches[0].data, data)
 

@@ -16,8 +16,8 @@ import torch
 import portus
 from portus.errors import MediumError
 from portus.reach.index.directory import WRITERS, create_pool, journal_directory, open_writer
-from portus.reach.index.messages import read_failure
 from portus.reach.index.pool import PoolWriter
+from portus.reach.index.roots import read_failure
 from portus.reach.media.local import LocalFiles
 from tests.moments import WAIT_S_MAX, is_in, until
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -33,12 +34,14 @@ from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
+from portus.reach.index.catalogue import MARKS as MARKS
 from portus.reach.index.log import LogState
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.index.tables import MARKS as MARKS
-from portus.reach.index.tables import MODEL as MODEL
 from portus.reach.versions.parts import StorageRows, share
+
+MODEL: Final = "embedding"
+"""The model of the tables, and of the dense part of their training."""
 
 
 class TableStore(ModelWithLog[PoolWriter]):

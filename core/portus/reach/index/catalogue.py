@@ -12,7 +12,7 @@ import numpy as np
 
 from portus.engine.media.base import Medium
 from portus.errors import CorruptionError
-from portus.reach.format.layout import EXTENT, RecordKind
+from portus.reach.format.layout import DATA_START, RecordKind
 from portus.reach.index.records import (
     VersionEntry,
     VersionRecord,
@@ -21,7 +21,11 @@ from portus.reach.index.records import (
     read,
 )
 from portus.reach.index.roots import Root, lost_roots, read_roots
-from portus.reach.index.space import Runs, extents_runs, runs_of
+from portus.reach.index.space import Runs, extents_runs, merge, runs_of
+
+MARKS: Final = "embedding marks"
+"""The model whose versions stand for one batch each of protected tables: checkpoints in other pools
+name them."""
 
 _log: Final = logging.getLogger("portus")
 
@@ -148,26 +152,23 @@ def read_version(medium: Medium, entry: VersionEntry) -> VersionRecord:
             f"version record at byte {entry.pointer.offset}: expected {entry.info}, "
             f"found {record.info}"
         )
-    offsets, lengths, size = record.extents["offset"], record.extents["length"], medium.size
-    if len(offsets) and max(int(offsets.max()), int((offsets + lengths).max())) > size:
-        raise _truncation(medium, entry)
-    if record.log is not None and record.log.extent.end > size:
-        raise _truncation(medium, entry)
+    require_inside(medium, record, medium.size)
     return record
 
 
-def _truncation(medium: Medium, entry: VersionEntry) -> CorruptionError:
-    return CorruptionError(
-        f"version {entry.info.id} reaches beyond the {medium.size} bytes of {medium.info.name}; "
-        f"was it truncated?"
-    )
+def require_inside(medium: Medium, record: VersionRecord, size: int) -> None:
+    """Raise ``CorruptionError`` unless bytes and log of a version are within the first ``size``
+    bytes of the pool, after the fixed pages."""
+    offset, length = record.reach["offset"], record.reach["length"]
+    outside = (offset < DATA_START) | (offset > size) | (offset + length > size)
+    for row in np.flatnonzero(outside)[:1].tolist():
+        raise CorruptionError(
+            f"version {record.info.id} reaches beyond bytes {DATA_START} to {size} of "
+            f"{medium.info.name}: {length[row]} bytes from byte {offset[row]}; was it truncated?"
+        )
 
 
 def version_runs(entry: VersionEntry, record: VersionRecord) -> Runs:
     """Return all pages that a version reaches: those of its record, bytes and log."""
-    alone = entry.pointer.extents
-    if record.log is not None:
-        alone.append(record.log.extent)
-    columns = np.array([(each.offset, each.length) for each in alone], EXTENT.dtype)
-    every = np.concatenate([columns, record.extents])
-    return runs_of(every["offset"], every["length"])
+    own = runs_of(record.reach["offset"], record.reach["length"])
+    return merge([own, extents_runs(entry.pointer.extents)])

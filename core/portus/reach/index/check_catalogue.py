@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, cast
 
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
-from portus.errors import CorruptionError, MediumError, PortusError, StaleError
+from portus.errors import CorruptionError, PortusError, StaleError
 from portus.reach.format.layout import (
     DATA_START,
     HEADER,
     HOLDER_OFFSET,
     HOLDER_SIZE,
-    RECORD_MAGIC,
     SLOT,
     SLOT_OFFSETS,
+    VERSION_ID_MAX,
     RecordKind,
 )
-from portus.reach.index.findings import Findings
+from portus.reach.index.catalogue import Catalogue, read_catalogue
+from portus.reach.index.findings import Finding, Findings, Severity
 from portus.reach.index.records import Pointer, VersionEntry, decode_catalogue, read_whole
-from portus.reach.index.roots import (
-    Root,
-    Slot,
-    load_slots,
-    newest_roots,
-    read_slots,
-    unpack_slots,
-)
+from portus.reach.index.roots import Root, Slot, newest_roots, read_slots
+from portus.reach.media.pool import Locks
 
 _RETRIES_MAX: Final = 1000
-"""Times that the catalogues are read again because a writer committed meanwhile, at most."""
+"""Times that something is read again because a writer committed meanwhile, at most."""
 
 _TORN_RETRIES: Final = 3
 _TORN_PAUSE_S: Final = 0.002
@@ -41,46 +38,12 @@ _TORN_PAUSE_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """The pool that is checked, and its findings so far."""
-
-    medium: Medium
-    uuid: bytes
-    findings: Findings
-
-
-@dataclass(frozen=True, slots=True)
 class ReachedRun:
-    """A run of bytes that a record or a version reaches, and the commit that wrote it."""
+    """A run of bytes that is in no storage, such as a record, and the commit that wrote it."""
 
     extent: Extent
     commit: int
     what: str
-
-
-@dataclass(frozen=True, slots=True)
-class FramedRecord:
-    """A record of which one place at least is intact: the commit that wrote it, its payload, and
-    its places."""
-
-    commit: int
-    payload: memoryview
-    runs: Sequence[ReachedRun]
-
-
-@dataclass(slots=True)
-class ReachableVersions:
-    """Everything that the intact roots reach, read while they did not change.
-
-    ``places``: the bytes of all places of slots. ``bounds``: for each version, the least size of a
-    root that reaches it.
-    """
-
-    places: list[bytes]
-    roots: list[Root] = field(default_factory=list)
-    entries: dict[int, VersionEntry] = field(default_factory=dict)
-    bounds: dict[int, int] = field(default_factory=dict)
-    runs: dict[Extent, ReachedRun] = field(default_factory=dict)
 
 
 def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
@@ -90,246 +53,213 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
     Raises ``UsageError`` if a newer Portus wrote the pool, and ``MediumError``.
     """
     if medium.size < DATA_START:
-        findings.error("F1", medium.info.name, f"{DATA_START} bytes or more", f"{medium.size}")
+        wanted = f"{DATA_START} bytes or more"
+        findings.add(Finding("F1", medium.info.name, wanted, f"{medium.size}"))
         return None
     pages = load(medium, 0, DATA_START)
-    _check_padding(pages, findings)
-    found = read_slots(medium)
-    for slot in filter(None, found):
+    holder = pages[HOLDER_OFFSET : HOLDER_OFFSET + HOLDER_SIZE].split(b"\0")[0]
+    used = dict.fromkeys(SLOT_OFFSETS, SLOT.size) | {HOLDER_OFFSET: len(holder)}
+    for start in range(0, DATA_START, PAGE):
+        rest = pages[start + used.get(start, 0) : start + PAGE]
+        _check_padding(findings, f"page {start // PAGE}", rest)
+    for slot in filter(None, read_slots(medium)):
         return slot.uuid
     for offset in SLOT_OFFSETS:
-        findings.error(
-            "F1", f"root slot at byte {offset}", "its magic and digest", "something else"
-        )
+        where = f"root slot at byte {offset}"
+        findings.add(Finding("F1", where, "its magic and digest", "something else"))
     return None
 
 
-def _check_padding(pages: bytes, findings: Findings) -> None:
-    for offset in SLOT_OFFSETS:
-        zeros(findings, f"page {offset // PAGE}", pages[offset + SLOT.size : offset + PAGE])
-    holder = pages[HOLDER_OFFSET : HOLDER_OFFSET + PAGE]
-    text = holder[:HOLDER_SIZE].split(b"\0")[0]
-    zeros(findings, f"page {HOLDER_OFFSET // PAGE}, after the text", holder[len(text) :])
-    used = {offset // PAGE for offset in (*SLOT_OFFSETS, HOLDER_OFFSET)}
-    for page in {*range(DATA_START // PAGE)} - used:
-        zeros(findings, f"page {page}", pages[page * PAGE : (page + 1) * PAGE])
+def _check_padding(findings: Findings, where: str, data: bytes) -> None:
+    place = len(data) - len(data.lstrip(b"\0"))
+    if place < len(data):
+        where = f"{where}, byte {place} of {len(data)} of padding"
+        findings.add(Finding("F2", where, "0", f"{data[place]}"))
 
 
-def zeros(findings: Findings, where: str, data: bytes | memoryview) -> None:
-    """Add a finding unless ``data`` is all zero."""
-    raw = bytes(data)
-    if raw.strip(b"\0"):
-        place = next(index for index, byte in enumerate(raw) if byte)
-        findings.error(
-            "F2", f"{where}, byte {place} of {len(raw)} of padding", "0", f"{raw[place]}"
-        )
+class ReachableVersions:
+    """Everything that the intact roots reach, read while they did not change. ``slots``: the
+    contents of all places of slots. ``sizes``: for each version, the least size of a root that
+    reaches it. ``runs``: of all records that were looked at."""
+
+    def __init__(self, medium: Medium, locks: Locks, uuid: bytes, findings: Findings) -> None:
+        """Read the slots and the catalogues. Raises ``MediumError`` if the slots cannot be read."""
+        self.medium: Final = medium
+        self.findings = findings
+        self._locks: Final = locks
+        self.slots = settled_slots(medium)
+        self.entries: Final[dict[int, VersionEntry]] = {}
+        self.sizes: Final[dict[int, int]] = {}
+        self.runs: Final[dict[ReachedRun, None]] = {}
+        self._uuid: Final = uuid
+        for root in self._check_slots():
+            if not root.is_first:
+                self._list(root)
+        self._there = {*self.entries}
+
+    @contextlib.contextmanager
+    def pin(self, version: int) -> Iterator[bool]:
+        """Pin a version and yield True, or False if no root reaches it now or its id is wrong."""
+        if not 0 < version < VERSION_ID_MAX:
+            yield False
+            return
+        self._locks.pin(version)
+        try:
+            # After the pin, as in ``PoolReader.pin``: a writer that asked before has released
+            # it in a slot by now.
+            yield self._is_there(version)
+        finally:
+            self._locks.unpin(version)
+
+    def _is_there(self, version: int) -> bool:
+        for _ in range(_RETRIES_MAX):
+            slots = settled_slots(self.medium, self.slots)
+            if slots == self.slots:
+                return version in self._there
+            self._there, self.slots = set(), slots
+            for root in newest_roots(slots, self._uuid):
+                with contextlib.suppress(CorruptionError):  # damage was reported before
+                    self._there |= read_catalogue(self.medium, root).ids()
+        raise _too_busy(self.medium)
+
+    def record(
+        self, pointer: Pointer, kind: RecordKind, where: str, size: int, commit: int
+    ) -> tuple[int, memoryview] | None:
+        """Return the commit that wrote the record at ``pointer``, and its payload; None if neither
+        it nor a copy is intact. Add findings for damage. size: of the pool. commit: that of the
+        pointer."""
+        whole: dict[int, tuple[int, memoryview]] = {}
+        failed: list[tuple[str, PortusError]] = []
+        for at in pointer.extents:
+            name = f"{where} at byte {at.offset}"
+            if at.offset < DATA_START or at.end > size:
+                place = f"bytes {DATA_START} to {size}"
+                self.findings.add(Finding("F5", name, place, f"up to {at.end}"))
+                continue
+            try:
+                record = read_whole(self.medium, pointer, kind, at.offset)
+                padding = load(self.medium, at.end, min(-at.end % 8, self.medium.size - at.end))
+            except PortusError as error:
+                failed.append((name, error))
+                continue
+            header = HEADER.unpack(record)
+            uuid, wrote = cast(bytes, header["uuid"]), cast(int, header["commit"])
+            self.findings.require(
+                uuid == self._uuid and 1 <= wrote <= commit, "F6", name,
+                f"pool {self._uuid.hex()}, a commit not after its pointer's",
+                f"pool {uuid.hex()}, commit {wrote}",
+            )  # fmt: skip
+            _check_padding(self.findings, f"{name}, after its end", padding)
+            whole[at.offset] = wrote, record[HEADER.size :]
+        copy = "".join(f" (its copy at byte {offset} is whole)" for offset in whole)
+        for name, why in failed:
+            self.findings.add(Finding("F6", name, "a whole record of its kind", f"{why}{copy}"))
+        for found in whole.values():
+            self.runs.update((ReachedRun(at, found[0], where), None) for at in pointer.extents)
+            return found
+        return None
+
+    def _check_slots(self) -> list[Root]:
+        findings, slots = self.findings, self.slots
+        roots = newest_roots(slots, self._uuid)
+        for number, (slot, copy) in enumerate(zip(slots, [*slots[2:], *slots[:2]], strict=True)):
+            where = f"root slot {number % 2} at byte {SLOT_OFFSETS[number]}"
+            if slot is not None:
+                good = slot.uuid == self._uuid and slot.root.slot == number % 2
+                wanted = f"pool {self._uuid.hex()}, parity {number % 2}"
+                found = f"pool {slot.uuid.hex()}, commit {slot.root.sequence}"
+                findings.require(good, "F3", where, wanted, found)
+                continue
+            wanted, severity = "a whole one", Severity.MEND
+            found = (
+                "a torn one; its copy is whole and nothing is lost: the next process that opens "
+                "the pool for writing repairs it, and so does `portus rescue --in-place`"
+            )
+            if copy is None:
+                wanted += " (it may be torn after a crash, until the next commit)"
+                found, severity = "a torn one, and so is its copy", Severity.WARNING
+            findings.add(Finding("F1", where, wanted, found, severity))
+        if all(slots) and slots[:2] != slots[2:]:
+            wanted = "equal copies (they may differ after a crash)"
+            findings.add(Finding("F1", "root slots", wanted, "others", Severity.WARNING))
+        findings.require(bool(roots), "F1", "root slots", "at least one whole one", "none")
+        for newer, older in itertools.pairwise(roots):
+            follows = newer.sequence == older.sequence + 1 and newer.size >= older.size
+            findings.require(
+                follows and newer.next_version >= older.next_version, "F4",
+                f"roots of commits {older.sequence} and {newer.sequence}",
+                f"a root that follows {older}", f"{newer}",
+            )  # fmt: skip
+        for root in roots:
+            where, size = f"root of commit {root.sequence}", self.medium.size
+            findings.require(root.size <= size, "F5", where, f"size up to {size}", f"{root.size}")
+        return roots
+
+    def _list(self, root: Root) -> None:
+        """Add all that a root reaches."""
+        findings, name = self.findings, "catalogue"
+        read = self.record(root.catalogue, RecordKind.CATALOGUE, name, root.size, root.sequence)
+        if read is None:
+            return
+        commit, payload = read
+        entries: Sequence[VersionEntry] = ()
+        with findings.note("F7", name, "one that can be read"):
+            entries = decode_catalogue(payload)
+        for model, own in Catalogue.of(root, entries).models.items():
+            numbers = [(each.info.commit, each.info.id) for each in own]
+            follows = all(a < c and b < d for (a, b), (c, d) in itertools.pairwise(numbers))
+            findings.require(
+                follows, "F7", f"{name}, model {model!r}", "ascending commits and ids",
+                f"{numbers!r:.200}",
+            )  # fmt: skip
+        for what in ("id", "token"):
+            counts = Counter(getattr(each.info, what) for each in entries)
+            twice = [each for each, count in counts.items() if count > 1]
+            findings.require(not twice, "F9", name, f"each {what} once", f"{twice!r:.200} twice")
+        for entry in entries:
+            info = entry.info
+            where = f"version {info.id} of {info.model!r}"
+            findings.require(
+                1 <= info.id < root.next_version and 1 <= info.commit <= commit, "F9", where,
+                f"id below {root.next_version}, commit up to {commit}",
+                f"id {info.id}, commit {info.commit}",
+            )  # fmt: skip
+            same = self.entries.setdefault(info.id, entry) == entry
+            findings.require(same, "F10", where, "the same in both roots", "two that differ")
+            self.sizes[info.id] = min(self.sizes.get(info.id, root.size), root.size)
 
 
-def check_catalogues(medium: Medium, uuid: bytes, findings: Findings) -> ReachableVersions:
+def check_catalogues(
+    medium: Medium, locks: Locks, uuid: bytes, findings: Findings
+) -> ReachableVersions:
     """Return all that both roots reach, read again if a writer commits meanwhile.
 
     Raises ``MediumError`` if the slots cannot be read, ``StaleError`` if commits never pause.
     """
     for _ in range(_RETRIES_MAX):
-        fresh = Findings()
-        standing = ReachableVersions(settled_slots(medium))
-        _check_slots(Subject(medium, uuid, fresh), standing)
-        for root in standing.roots:
-            _Listing(Subject(medium, uuid, fresh), standing, root).read()
-        if settled_slots(medium, standing.places) == standing.places:
-            findings.extend(fresh)
+        standing = ReachableVersions(medium, locks, uuid, Findings())
+        if settled_slots(medium, standing.slots) == standing.slots:
+            for each in standing.findings.all:
+                findings.add(each)
+            standing.findings = findings
             return standing
-    raise StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
+    raise _too_busy(medium)
 
 
-def settled_slots(medium: Medium, seen: Sequence[bytes] = ()) -> list[bytes]:
-    """Return all places of root slots. Wait for one that is being stored, unless they are the same
-    as ``seen``, which was waited for before."""
+def _too_busy(medium: Medium) -> StaleError:
+    """Return the error for commits that never pause."""
+    return StaleError(f"{medium.info.name}: commits came faster than they could be read; try again")
+
+
+def settled_slots(medium: Medium, seen: Sequence[Slot | None] = ()) -> list[Slot | None]:
+    """Return the contents of all places of root slots. Wait for one that is being stored, unless
+    they are the same as ``seen``, which was waited for before."""
     for _ in range(_TORN_RETRIES):
-        places = load_slots(medium)
-        whole = all(unpack_slots(medium.info.name, places)) and places[:2] == places[2:]
-        if whole or places == seen:
+        slots = read_slots(medium)
+        if (all(slots) and slots[:2] == slots[2:]) or slots == seen:
             break
         time.sleep(_TORN_PAUSE_S)
-    return places
-
-
-def _check_slots(subject: Subject, standing: ReachableVersions) -> None:
-    findings, size = subject.findings, subject.medium.size
-    slots = unpack_slots(subject.medium.info.name, standing.places)
-    standing.roots = newest_roots(slots, subject.uuid)
-    for number, found in enumerate(slots):
-        other = slots[(number + 2) % 4]
-        where = f"root slot {number % 2} at byte {SLOT_OFFSETS[number]}"
-        if found is None and other is None:
-            findings.warning(
-                "F1", where, "a whole one (it may be torn after a crash, until the next commit)",
-                "a torn one, and so is its copy",
-            )  # fmt: skip
-        elif found is None:
-            findings.mend(
-                "F1", where, "a whole one",
-                "a torn one; its copy is whole and nothing is lost: the next process that opens "
-                "the pool for writing repairs it, and so does `portus rescue --in-place`",
-            )  # fmt: skip
-        else:
-            _check_slot(subject, where, number % 2, found)
-    if all(slots) and standing.places[:2] != standing.places[2:]:
-        findings.warning(
-            "F1", "root slots", "equal copies (they may differ after a crash)", "others"
-        )
-    findings.require(bool(standing.roots), "F1", "root slots", "at least one whole one", "none")
-    if len(standing.roots) == 2:
-        _check_order(findings, *standing.roots)
-    for root in standing.roots:
-        where = f"root of commit {root.sequence}"
-        findings.require(root.size <= size, "F5", where, f"size up to {size}", f"{root.size}")
-
-
-def _check_slot(subject: Subject, where: str, number: int, found: Slot) -> None:
-    (uuid, root), findings = found, subject.findings
-    findings.require(
-        uuid == subject.uuid, "F3", where, f"pool {subject.uuid.hex()}", f"pool {uuid.hex()}"
-    )
-    findings.require(
-        root.slot == number, "F3", where, f"parity {number}", f"commit {root.sequence}"
-    )
-
-
-def _check_order(findings: Findings, newer: Root, older: Root) -> None:
-    where = f"roots of commits {older.sequence} and {newer.sequence}"
-    findings.require(
-        newer.sequence == older.sequence + 1, "F4", where, "sequences that differ by 1", "others"
-    )
-    for what in ("next_version", "size"):
-        before, after = getattr(older, what), getattr(newer, what)
-        findings.require(after >= before, "F4", where, f"{what} from {before} up", f"{after}")
-
-
-class _Listing:
-    """The catalogue of one root."""
-
-    def __init__(self, subject: Subject, standing: ReachableVersions, root: Root) -> None:
-        self._subject: Final = subject
-        self._findings: Final = subject.findings
-        self._standing: Final = standing
-        self._root: Final = root
-        self._unique: Final[set[tuple[str, int | str]]] = set()
-
-    def read(self) -> None:
-        """Add all that the root reaches to the standing."""
-        root = self._root
-        if root.is_first:
-            return
-        bounds = Bounds(root.size, root.sequence)
-        found = frame(self._subject, root.catalogue, RecordKind.CATALOGUE, "catalogue", bounds)
-        if found is None:
-            return
-        for run in found.runs:
-            self._standing.runs.setdefault(run.extent, run)
-        try:
-            entries = decode_catalogue(found.payload)
-        except CorruptionError as error:
-            self._findings.error("F7", "catalogue", "one that can be read", str(error))
-            return
-        for name in {entry.info.model for entry in entries}:
-            own = [entry for entry in entries if entry.info.model == name]
-            self._check_order(f"catalogue, model {name!r}", own, found.commit)
-        for entry in entries:
-            self._add(entry)
-
-    def _check_order(self, where: str, entries: Sequence[VersionEntry], commit: int) -> None:
-        commits = [entry.info.commit for entry in entries]
-        ids = [entry.info.id for entry in entries]
-        for what, numbers in (("commits", commits), ("ids", ids)):
-            ascending = numbers == sorted(set(numbers))
-            self._findings.require(ascending, "F7", where, f"ascending {what}", f"{numbers!r:.200}")
-        if max(commits) > commit:
-            self._findings.error("F6", where, f"versions up to commit {commit}", f"{max(commits)}")
-
-    def _add(self, entry: VersionEntry) -> None:
-        info, root = entry.info, self._root
-        where = f"version {info.id} of {info.model!r}"
-        good = 1 <= info.id < root.next_version
-        self._findings.require(good, "F9", where, f"id below {root.next_version}", f"{info.id}")
-        self._findings.require(
-            1 <= info.commit <= root.sequence, "F9", where, f"commit up to {root.sequence}",
-            f"{info.commit}",
-        )  # fmt: skip
-        for what, value in (("id", info.id), ("token", info.token.hex())):
-            again = (what, value) in self._unique
-            self._findings.require(not again, "F9", where, f"a {what} of its own", f"{value} twice")
-            self._unique.add((what, value))
-        known = self._standing.entries.setdefault(info.id, entry)
-        if known != entry:
-            self._findings.error("F10", where, "the same in both roots", "two that differ")
-        bound = self._standing.bounds.get(info.id, root.size)
-        self._standing.bounds[info.id] = min(bound, root.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """The limits of a record: bytes of the pool, and the commit of the pointer to it."""
-
-    size: int
-    commit: int
-
-
-def frame(
-    subject: Subject, pointer: Pointer, kind: RecordKind, where: str, bounds: Bounds
-) -> FramedRecord | None:
-    """Return the record at ``pointer``, or None if neither it nor a copy is intact. Add findings
-    for damage."""
-    records = [
-        _frame_at(subject, pointer, kind, f"{where} at byte {each.offset}", each, bounds)
-        for each in pointer.extents
-    ]
-    for record in filter(None, records):
-        commit = cast(int, HEADER.unpack(record)["commit"])
-        runs = [ReachedRun(each, commit, where) for each in pointer.extents]
-        return FramedRecord(commit, record[HEADER.size :], runs)
-    return None
-
-
-def _frame_at(
-    subject: Subject, pointer: Pointer, kind: RecordKind, where: str, at: Extent, bounds: Bounds
-) -> memoryview | None:
-    """Return the record at one of its places, or None if it is not intact."""
-    medium, findings = subject.medium, subject.findings
-    if at.offset < DATA_START or at.end > bounds.size:
-        findings.error("F5", where, f"bytes {DATA_START} to {bounds.size}", f"up to {at.end}")
-        return None
-    findings.require(at.offset % 8 == 0, "F6", where, "a multiple of 8", "none")
-    try:
-        record = read_whole(medium, pointer, kind, at.offset)
-        padding = load(medium, at.end, min(-at.end % 8, medium.size - at.end))
-    except PortusError as error:
-        unread = isinstance(error, MediumError)
-        wanted = "bytes that can be read" if unread else "a whole record of its kind"
-        findings.error("F6", where, wanted, f"{error}{_describe_copy(medium, pointer, kind, at)}")
-        return None
-    header, payload = HEADER.unpack(record), record[HEADER.size :]
-    expected = {"magic": RECORD_MAGIC, "uuid": subject.uuid, "length": len(payload)}
-    for name, value in expected.items():
-        findings.require(
-            header[name] == value, "F6", where, f"{name} {value!r}", f"{header[name]!r}"
-        )
-    commit = cast(int, header["commit"])
-    good = 1 <= commit <= bounds.commit
-    findings.require(good, "F6", where, "a commit not after what points at it", f"{commit}")
-    findings.require(header["reserved"] == 0, "F2", where, "reserved 0", f"{header['reserved']!r}")
-    zeros(findings, f"{where}, after its end", padding)
-    return record
-
-
-def _describe_copy(medium: Medium, pointer: Pointer, kind: RecordKind, at: Extent) -> str:
-    """Return words for the other place of a damaged record, if the record is intact there."""
-    for other in pointer.extents:
-        if other != at:
-            with contextlib.suppress(PortusError):
-                read_whole(medium, pointer, kind, other.offset)
-                return f" (its copy at byte {other.offset} is whole)"
-    return ""
+    return slots
 
 
 def load(medium: Medium, offset: int, length: int) -> bytes:

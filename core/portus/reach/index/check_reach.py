@@ -6,128 +6,85 @@ from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from portus.engine.spec import PAGE
 from portus.reach.index.check_catalogue import ReachedRun
-from portus.reach.index.check_version import CheckedVersion, owners
-from portus.reach.index.findings import Findings
-from portus.reach.index.space import Runs, runs_of
+from portus.reach.index.findings import Finding, Findings
+from portus.reach.index.records import VersionRecord
 
 NAMED_MAX: Final = 20
 """Overlaps of one kind that are named one by one."""
 
-Column = npt.NDArray[np.int64]
-
 
 def check_reach(
-    seen: Iterable[CheckedVersion], records: Iterable[ReachedRun], findings: Findings
+    versions: Iterable[VersionRecord], alone: Iterable[ReachedRun], findings: Findings
 ) -> None:
-    """Check runs of bytes that both roots reached at one moment."""
-    reach = _Reach(list(seen), list(records))
-    _check_overlaps(reach, findings)
-    _check_pages(reach, findings)
+    """Check the runs of bytes that versions reached at one moment. alone: those of records."""
+    versions = list(versions)
+    logs = [(each.log, f"log of {each.name}") for each in versions]
+    runs = [ReachedRun(log.extent, log.born, name) for log, name in logs if log is not None]
+    reach = _Reach(versions, [*alone, *runs])
+    for first, second in reach.overlaps()[:NAMED_MAX]:
+        found = f"it overlaps {reach.name(first)}"
+        findings.add(Finding("F13", reach.name(second), "bytes of its own", found))
+    for page, first, second in reach.common_pages()[:NAMED_MAX]:
+        where, found = f"page {page} (byte {page * PAGE})", f"{reach.name(first)} and "
+        findings.add(Finding("V1", where, "bytes of one commit", found + reach.name(second)))
 
 
 class _Reach:
-    """All runs of bytes that are reached: columns ``start``, ``end`` and ``commit``. A shared run
-    occurs once for each owner."""
+    """All runs of bytes that are reached, in columns: those of ``alone``, and then those of each
+    version. A shared run is there once for each version."""
 
-    def __init__(self, seen: list[CheckedVersion], records: list[ReachedRun]) -> None:
-        listed = [*records, *(each for version in seen for each in version.runs)]
-        alone = [(each.extent.offset, each.extent.length, each.commit) for each in listed]
-        rows = [np.array(alone, np.int64).reshape(-1, 3)]
-        self._listed: Final = listed
-        self._seen: Final = seen
-        rows += [_rows(version) for version in seen]
+    def __init__(self, versions: list[VersionRecord], alone: list[ReachedRun]) -> None:
+        self._versions: Final = versions
+        self._alone: Final = alone
+        rows = [np.array([(e.extent.offset, e.extent.end, e.commit) for e in alone], np.int64)]
+        for each in versions:
+            counts = each.storages["extents"].astype(np.int64)
+            offset, length = (each.extents[name].astype(np.int64) for name in ("offset", "length"))
+            born = np.repeat(each.storages["born"].astype(np.int64), counts)
+            rows.append(np.stack([offset, offset + length, born], axis=1))
         self._firsts: Final = np.cumsum([0, *map(len, rows)])
-        table = np.concatenate(rows)
-        self.start: Final[Column] = table[:, 0]
-        self.end: Final[Column] = table[:, 0] + table[:, 1]
-        self.commit: Final[Column] = table[:, 2]
+        table = np.concatenate([each.reshape(-1, 3) for each in rows])
+        self._start, self._end, self._commit = table.T
 
-    def distinct(self) -> Column:
-        """Return the indices of distinct runs, sorted by start."""
-        if not len(self.start):
-            return np.empty(0, np.int64)
-        order = np.lexsort((self.end, self.start))
-        start, end = self.start[order], self.end[order]
-        new = np.append(True, (np.diff(start) != 0) | (np.diff(end) != 0))
-        chosen: Column = order[new]
-        return chosen
+    def overlaps(self) -> list[tuple[int, int]]:
+        """Return pairs of runs that overlap, except those that are the same in several owners."""
+        owner = np.repeat(np.arange(len(self._firsts) - 1), np.diff(self._firsts))
+        order = np.lexsort((owner, self._end, self._start))
+        start, end, owner = self._start[order], self._end[order], owner[order]
+        same = (np.diff(start) == 0) & (np.diff(end) == 0)
+        twice = np.flatnonzero(same & (np.diff(owner) == 0) & (owner[1:] > 0))
+        pairs = list(zip(order[twice].tolist(), order[twice + 1].tolist(), strict=True))
+        order = np.append(order[:1], order[1:][~same])
+        start, end = self._start[order], self._end[order]
+        # Of all earlier runs: a long one may overlap a run after its next one.
+        late = np.flatnonzero(start[1:] < np.maximum.accumulate(end)[:-1]) + 1
+        for index in late[:NAMED_MAX].tolist():
+            pairs.append((int(order[np.argmax(end[:index])]), int(order[index])))
+        return pairs
+
+    def common_pages(self) -> list[tuple[int, int, int]]:
+        """Return pages of two commits, with a run of each. Where runs do not overlap, these are
+        first or last pages of them."""
+        run = np.tile(np.arange(len(self._start)), 2)
+        page = np.concatenate([self._start, self._end - 1]) // PAGE
+        commit = self._commit[run]
+        order = np.lexsort((commit, page))
+        page, commit, run = page[order], commit[order], run[order]
+        found = np.flatnonzero((np.diff(page) == 0) & (np.diff(commit) != 0))
+        columns = (page[found], run[found], run[found + 1])
+        return list(zip(*(each.tolist() for each in columns), strict=True))
 
     def name(self, index: int) -> str:
         """Return a description of one run, for people."""
-        block = int(np.searchsorted(self._firsts, index, "right")) - 1
-        row = index - int(self._firsts[block])
-        where = f"bytes {self.start[index]} to {self.end[index]}"
-        if block == 0:
-            return f"{self._listed[row].what} ({where}, commit {self.commit[index]})"
-        version = self._seen[block - 1]
-        storage = int(owners(version.record.storages["extents"])[_good(version)][row])
-        return f"storage {storage} of {version.name} ({where}, commit {self.commit[index]})"
-
-    def touching(self, page: int, commit: int) -> int:
-        """Return the index of a run of ``commit`` in ``page``."""
-        inside = (self.start < (page + 1) * PAGE) & (self.end > page * PAGE)
-        return int(np.flatnonzero(inside & (self.commit == commit))[0])
-
-
-def _good(version: CheckedVersion) -> npt.NDArray[np.bool_]:
-    """Return a mask of the extents that belong to a sound storage and are not empty."""
-    storages, extents = version.record.storages, version.record.extents
-    good: npt.NDArray[np.bool_] = version.sound[owners(storages["extents"])]
-    return good & (extents["length"] > 0)
-
-
-def _rows(version: CheckedVersion) -> npt.NDArray[np.int64]:
-    storages, extents = version.record.storages, version.record.extents
-    born = np.repeat(storages["born"].astype(np.int64), storages["extents"].astype(np.int64))
-    columns = (extents["offset"].astype(np.int64), extents["length"].astype(np.int64), born)
-    rows: npt.NDArray[np.int64] = np.stack(columns, axis=1)[_good(version)]
-    return rows
-
-
-def _check_overlaps(reach: _Reach, findings: Findings) -> None:
-    order = reach.distinct()
-    for first, second in _meetings(reach.start[order], reach.end[order]):
-        findings.error(
-            "F13", reach.name(int(order[second])), "bytes of its own",
-            f"it overlaps {reach.name(int(order[first]))}",
-        )  # fmt: skip
-
-
-def _check_pages(reach: _Reach, findings: Findings) -> None:
-    runs, commits = _pages_by_commit(reach)
-    order = np.argsort(runs[:, 0], kind="stable")
-    runs, commits = runs[order], commits[order]
-    for first, second in _meetings(runs[:, 0], runs[:, 1]):
-        page = int(runs[second, 0])
-        both = [reach.touching(page, int(commits[index])) for index in (first, second)]
-        findings.error(
-            "V1", f"page {page} (byte {page * PAGE})", "bytes of one commit",
-            " and ".join(map(reach.name, both)),
-        )  # fmt: skip
-
-
-def _pages_by_commit(reach: _Reach) -> tuple[Runs, Column]:
-    """Return the pages of each commit, merged, and the commit of each run."""
-    order = np.argsort(reach.commit, kind="stable")
-    cuts = np.flatnonzero(np.diff(reach.commit[order])) + 1
-    parts = [part for part in np.split(order, cuts) if len(part)]
-    runs = [runs_of(reach.start[part], (reach.end - reach.start)[part]) for part in parts]
-    commits = [np.full(len(r), reach.commit[p[0]]) for r, p in zip(runs, parts, strict=True)]
-    return (
-        np.concatenate([np.empty((0, 2), np.int64), *runs]),
-        np.concatenate([np.empty(0, np.int64), *commits]),
-    )
-
-
-def _meetings(start: Column, end: Column) -> list[tuple[int, int]]:
-    """Return pairs of overlapping runs, by position, ``NAMED_MAX`` at most. ``start`` is sorted."""
-    if len(start) < 2:
-        return []
-    # Of all earlier runs: a long one may overlap a run after its next one.
-    furthest = np.maximum.accumulate(end)
-    late = np.flatnonzero(start[1:] < furthest[:-1]) + 1
-    return [(int(np.argmax(end[:index])), index) for index in late[:NAMED_MAX].tolist()]
+        owner = int(np.searchsorted(self._firsts, index, "right")) - 1
+        row = index - int(self._firsts[owner])
+        where = f"bytes {self._start[index]} to {self._end[index]}, commit {self._commit[index]}"
+        if owner == 0:
+            return f"{self._alone[row].what} ({where})"
+        record = self._versions[owner - 1]
+        ends = np.cumsum(record.storages["extents"].astype(np.int64))
+        storage = int(np.searchsorted(ends, row, "right"))
+        return f"storage {storage} of {record.name} ({where})"

@@ -23,11 +23,10 @@ from portus.engine.copying import native
 from portus.engine.media.process import NUMBERS
 from portus.errors import BusyError, MediumError, PortusError, UsageError
 from portus.reach.format.layout import DATA_START
-from portus.reach.index.messages import read_holder, store_failure
 from portus.reach.index.place import DEFAULT_DIRECTORY, SUFFIX, Place
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.roots import format_pool, is_blank
+from portus.reach.index.roots import format_pool, is_blank, read_holder, store_failure
 from portus.reach.media.dax import is_device
 from portus.reach.media.file import PlainFile
 from portus.reach.media.local import LocalFiles
@@ -98,13 +97,8 @@ def journal_directory(pool_path: str) -> str:
         uuid = reader.uuid.hex()
     finally:
         reader.close()
-    return os.path.join(state_directory(), uuid + JOURNAL_SUFFIX)
-
-
-def state_directory() -> str:
-    """Return the directory of Portus's state, for this user on this machine."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return os.path.join(home, "portus")
+    return os.path.join(home, "portus", uuid + JOURNAL_SUFFIX)
 
 
 def make_directory(directory: str, *, is_inside: bool = False) -> bool:

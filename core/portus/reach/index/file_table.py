@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from portus.engine.copying.segments import ranges
 from portus.engine.format.nesting import refuse_deep
 from portus.engine.image.image import Column, Image, Literal
 from portus.errors import CorruptionError
@@ -102,19 +101,6 @@ class Spans:
                 found.append((storages[number], insides[number] + low - begin, high - low))
             number += 1
         return found
-
-
-def overlaps(edges: Column, offset: Column, length: Column) -> tuple[Column, Column, Column]:
-    """Return the parts of ranges that lie in adjacent pieces between ``edges``: the piece, the
-    first byte in it, and the length of each part."""
-    first = np.searchsorted(edges, offset, "right") - 1
-    end = offset + length
-    counts = np.maximum(np.searchsorted(edges, end, "left") - first, 0)
-    piece = ranges(first, counts)
-    low = np.maximum(np.repeat(offset, counts), edges[piece])
-    size = np.minimum(np.repeat(end, counts), edges[piece + 1]) - low
-    some = size > 0
-    return piece[some], (low - edges[piece])[some], size[some]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
+
+from portus.errors import PortusError
 
 RULES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -41,14 +44,13 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "id."
         ),
         "F8": (
-            "A log MUST have whole pages of its own, and MUST NOT be born after the commit of "
-            "its version. Its entries MUST follow each other without gaps, stand on that commit"
-            " or an earlier one, and have the number of patches that they give, within the "
-            "pool."
+            "The entries of a log MUST be whole and follow each other without gaps, stand on the "
+            "commit of the version or an earlier one, and have the number of patches that they "
+            "give, within the pool."
         ),
         "F9": (
             "In the whole pool ids MUST be unique, from 1 to below `next_version`; tokens "
-            "unique; commits of versions not above the root's sequence."
+            "unique; commits of versions not above that of the catalogue."
         ),
         "F10": "A version record MUST agree with the catalogue.",
         "F11": (
@@ -57,7 +59,7 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
             "version's `size`, and `born` MUST lie between 1 and the "
             "version's commit. A storage that is changed in place MUST be one extent of whole "
             "cells, and have a storage with as many digests as it has units; no storage is both, "
-            "or either twice."
+            "or either twice. A log MUST have whole pages of its own, and be born like a storage."
         ),
         "F13": (
             "Extents and records MUST NOT overlap; an extent or a record that several versions "
@@ -65,17 +67,14 @@ RULES: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "F14": (
             "Contents MUST be JSON in UTF-8, which is a table of files or a shelf; or a pickle "
-            "of torch."
-        ),
-        "F15": (
-            "A table of files MUST have the storages of the version. A shelf MUST name each of "
-            "them once, and no other, with a dtype and sizes that take its bytes. A pickle MUST "
-            "name each storage, and no other, and its tensors MUST lie within their storages."
+            "of torch. A table of files MUST have the storages of the version. A shelf MUST name "
+            "each of them once, and no other, with a dtype and sizes that take its bytes. A "
+            "pickle MUST name each storage, and no other, and its tensors MUST lie within their "
+            "storages."
         ),
         "V1": "A page MUST NOT hold bytes of two commits.",
         "V4": (
-            "The bytes of every unit, and of every entry of a log, MUST have the digest that "
-            "was computed when they were saved."
+            "The bytes of every unit MUST have the digest that was computed when they were saved."
         ),
     }
 )
@@ -118,29 +117,21 @@ class Findings:
         """Return all findings, in the order in which they were found."""
         return list(self._found)
 
-    def error(self, invariant: str, where: str, expected: str, found: str) -> None:
-        """Add an error."""
-        self._add(Finding(invariant, where, expected, found))
-
-    def warning(self, invariant: str, where: str, expected: str, found: str) -> None:
-        """Add a warning."""
-        self._add(Finding(invariant, where, expected, found, Severity.WARNING))
-
-    def mend(self, invariant: str, where: str, expected: str, found: str) -> None:
-        """Add a finding that the next writer repairs."""
-        self._add(Finding(invariant, where, expected, found, Severity.MEND))
-
     def require(self, holds: bool, invariant: str, where: str, expected: str, found: str) -> None:
         """Add an error unless ``holds``."""
         if not holds:
-            self.error(invariant, where, expected, found)
+            self.add(Finding(invariant, where, expected, found))
 
-    def extend(self, others: Findings) -> None:
-        """Add the findings of another collection."""
-        for finding in others._found:
-            self._add(finding)
+    @contextlib.contextmanager
+    def note(self, invariant: str, where: str, expected: str) -> Iterator[None]:
+        """Add an error if the block raises an error of ours, and end the block."""
+        try:
+            yield
+        except PortusError as error:
+            self.add(Finding(invariant, where, expected, str(error)))
 
-    def _add(self, finding: Finding) -> None:
+    def add(self, finding: Finding) -> None:
+        """Add a finding."""
         assert finding.invariant in RULES
         if finding not in self._found:
             self._found[finding] = None

@@ -16,9 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from portus.engine.copying.segments import Stop
-from portus.engine.media import linux
-from portus.engine.media.base import MappedMedium, Medium
+from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.catalogue import Catalogue
@@ -35,12 +33,6 @@ from portus.reach.index.space import (
     without,
 )
 from portus.reach.media.pool import Locks
-
-_TOUCHED: Final = 2 << 20
-"""Bytes of a block that is remembered as touched or not."""
-
-_WARMED: Final = 32 << 20
-"""Bytes whose pages one call makes present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +65,6 @@ class FreeSpace:
         self._holes: Runs = EMPTY
         self._strangers: set[int] = set()
         self._strange: Runs = EMPTY
-        self._touched: Final = bytearray()
 
     def start(
         self, roots: Sequence[Catalogue], reach: Mapping[int, Runs], holes: Sequence[Extent]
@@ -179,7 +170,6 @@ class FreeSpace:
                 given = extents_runs(choose(free, min(page_count(free), at_most)) or [])
             # Noted before they are punched: from now on no save reserves them unfilled.
             self._holes = merge([self._holes, given])
-            self._forget_touched(given)  # a hole has no pages: touch it again
         return extents_of(given)
 
     def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
@@ -196,64 +186,7 @@ class FreeSpace:
         with self._guard:
             self._holes = without(self._holes, extents_runs(extents))
 
-    # Pages that are present.
-
-    def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
-        """Make the untouched pages of reserved space present: one call for many pages, where a
-        store would fault for each. Changes no byte; ends early once ``stop`` is set. Raises
-        ``MediumError`` as stores do."""
-        for extent in extents:
-            for fresh in self._fresh(extent):
-                done = _warm(self._medium, fresh, stop)
-                first, after = fresh.offset // _TOUCHED, -(-(fresh.offset + done) // _TOUCHED)
-                with self._guard:
-                    # Blocks count as touched if a part is; at worst some pages still fault one by
-                    # one.
-                    self._touched[first:after] = b"\1" * (after - first)
-
-    def _fresh(self, extent: Extent) -> list[Extent]:
-        """Return the parts of ``extent`` that were not touched yet."""
-        first, after = extent.offset // _TOUCHED, -(-extent.end // _TOUCHED)
-        found = []
-        with self._guard:
-            self._touched.extend(bytes(max(0, after - len(self._touched))))
-            while (first := self._touched.find(0, first, after)) >= 0:
-                end = self._touched.find(1, first, after)
-                end = after if end < 0 else end
-                start = max(first * _TOUCHED, extent.offset)
-                found.append(Extent(start, min(end * _TOUCHED, extent.end) - start))
-                first = end
-        return found
-
-    def _forget_touched(self, given: Runs) -> None:
-        for first, after in given.tolist():
-            first, after = first * PAGE // _TOUCHED, -(-after * PAGE // _TOUCHED)
-            known = len(self._touched[first:after])
-            self._touched[first : first + known] = bytes(known)
-
 
 def extents_of(runs: Runs) -> list[Extent]:
     """Return runs of pages as extents."""
     return [Extent(first * PAGE, (after - first) * PAGE) for first, after in runs.tolist()]
-
-
-def _warm(medium: Medium, extent: Extent, stop: Stop) -> int:
-    """Make the pages of ``extent`` present and writable, without changing a byte: the first store
-    to a page costs as much as ten later ones.
-
-    Blocks (about 0.7 s for each GiB of tmpfs measured) while other threads run; ends early once
-    ``stop`` is set. Returns how many bytes were warmed: 0 for a medium without addresses, or a
-    kernel before 5.14. Raises ``MediumError`` as stores do.
-    """
-    if not isinstance(medium, MappedMedium):
-        return 0
-    done = 0
-    while done < extent.length and not stop.is_set():
-        part = Extent(extent.offset + done, min(_WARMED, extent.length - done))
-        try:
-            linux.advise_pages(medium.address(part), part.length, linux.MADV_POPULATE_WRITE)
-        except OSError:
-            return done
-        medium.wrote(part)  # its zeros go out now, not with the first save
-        done += part.length
-    return done

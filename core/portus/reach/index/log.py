@@ -33,7 +33,7 @@ from portus.engine.format.record import Value
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.errors import CorruptionError, MediumError
-from portus.reach.format.layout import BUNCH, ENTRY_MAGIC, LOG_ENTRY, UNDO
+from portus.reach.format.layout import BUNCH, DATA_START, ENTRY_MAGIC, LOG_ENTRY, UNDO
 from portus.reach.index.records import VersionLog, VersionRecord
 from portus.reach.media.pool import ReadableMedium
 
@@ -104,6 +104,12 @@ def entries(medium: ReadableMedium, record: VersionRecord) -> Iterator[Entry]:
                 )
         if found is None or not _counts(found, record, log):
             return
+        if found.commit > record.info.commit or not _is_inside(found, medium.size):
+            raise CorruptionError(
+                f"entry {number} of the log of version {record.info.id}, at byte {position} of "
+                f"{medium.info.name}: expected patches within its {medium.size} bytes, for commit "
+                f"{record.info.commit} or an earlier one, found commit {found.commit}, or others"
+            )
         # The contents of a version are those after all entries that it counts from the start.
         yield replace(found, contents=b"") if number <= log.entries else found
         position, number = found.extent.end, number + 1
@@ -113,6 +119,13 @@ def _counts(entry: Entry, record: VersionRecord, log: VersionLog) -> bool:
     return entry.number <= log.entries or entry.commit == record.info.commit
 
 
+def _is_inside(entry: Entry, size: int) -> bool:
+    filled = [each for each in entry.bunches if len(each.offset)]
+    first = min((int(each.offset.min()) for each in filled), default=DATA_START)
+    ends = (int(each.offset.max()) + each.data.shape[1] for each in filled)
+    return first >= DATA_START and max(ends, default=0) <= size
+
+
 class PatchPlaces:
     """The places of patches in a version: the bytes of a storage that each one changes."""
 
@@ -120,15 +133,12 @@ class PatchPlaces:
         counts = record.storages["extents"].astype(np.int64)
         length = record.extents["length"].astype(np.int64)
         offset = record.extents["offset"].astype(np.int64)
-        first = record.first_extent
-        ends = np.cumsum(length)
         owner = np.repeat(np.arange(len(counts)), counts)
-        begins = np.append(ends - length, 0)[np.minimum(first, len(ends))]
         order = np.argsort(offset, kind="stable")
         self._offset: Final = offset[order]
         self._length: Final = length[order]
         self._owner: Final = owner[order]
-        self._within: Final = ((ends - length) - begins[owner])[order]
+        self._within: Final = (np.cumsum(length) - length - record.first_byte[owner])[order]
         self._born: Final = record.storages["born"].astype(np.int64)
 
     def of(self, entry: Entry) -> Iterator[tuple[int, Column, Bytes]]:

@@ -26,7 +26,6 @@ from typing import Final
 
 import numpy.typing as npt
 
-from portus.engine.copying.segments import Stop
 from portus.engine.media.base import Medium
 from portus.engine.media.file_calls import OUT_OF_SPACE
 from portus.engine.spec import PAGE, Extent
@@ -42,10 +41,18 @@ from portus.reach.index.catalogue import (
 from portus.reach.index.commit_queue import Line, RoomError
 from portus.reach.index.commit_records import Change, CommitRecords, NewVersion, RecordArea
 from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_records
-from portus.reach.index.messages import read_failure, read_holder, store_messages
 from portus.reach.index.reader import PoolReader, spare_pages
 from portus.reach.index.records import VersionEntry, VersionRecord
-from portus.reach.index.roots import Root, read_roots, read_slots, settle_roots, store_root
+from portus.reach.index.roots import (
+    Root,
+    read_failure,
+    read_holder,
+    read_roots,
+    read_slots,
+    settle_roots,
+    store_messages,
+    store_root,
+)
 from portus.reach.index.space import (
     Runs,
     extents_runs,
@@ -130,12 +137,6 @@ class PoolWriter(PoolReader):
         """Release the extents of one ``reserve`` or ``hold``. Pages that a root reaches stay
         taken."""
         self._space.release(extents)
-
-    def touch(self, extents: Sequence[Extent], stop: Stop) -> None:
-        """Make pages of reserved space present where this writer has not stored yet: one call for
-        many pages, where a store would fault for each. Changes no byte; ends early once ``stop`` is
-        set. Raises ``MediumError`` as stores do."""
-        self._space.touch(extents, stop)
 
     def give_back(self, at_most: int | None = None) -> int:
         """Return unreached space to the owner of the medium; return how many bytes that was.

@@ -13,11 +13,14 @@ from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import DATA_START, RecordKind
 from portus.reach.index.catalogue import version_runs
+from portus.reach.index.check_catalogue import ReachedRun
+from portus.reach.index.check_reach import check_reach
 from portus.reach.index.commit_records import RecordArea
+from portus.reach.index.findings import Findings
 from portus.reach.index.records import encode_catalogue, frame, point
 from portus.reach.index.rescue import CHUNK, RecoverableVersion
 from portus.reach.index.roots import Root, store_root
-from portus.reach.index.space import EMPTY, Runs, extents_runs, merge, page_count, runs_of
+from portus.reach.index.space import merge
 
 
 def choose(found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
@@ -29,26 +32,27 @@ def choose(found: Sequence[RecoverableVersion]) -> list[RecoverableVersion]:
     """
     uuids = [each.uuid for each in found]
     uuid = max(uuids, key=uuids.count, default=b"")
-    ids, tokens = set[int](), set[bytes]()
-    taken: dict[int, Runs] = {}
     kept: list[RecoverableVersion] = []
     own = [each for each in found if each.uuid == uuid]
     for each in sorted(own, key=lambda each: each.record.info.time_ns, reverse=True):
-        info, pages = each.record.info, _pages_by_commit(each)
-        if info.id in ids or info.token in tokens or _meets(pages, taken):
-            continue
-        ids.add(info.id)
-        tokens.add(info.token)
-        for commit, runs in pages.items():
-            taken[commit] = merge([taken.get(commit, EMPTY), runs])
-        kept.append(each)
+        together, findings = [*kept, each], Findings()
+        infos = [one.record.info for one in together]
+        if len({info.id for info in infos}) == len({info.token for info in infos}) == len(infos):
+            runs = [
+                ReachedRun(extent, one.record.info.commit, "record")
+                for one in together
+                for extent in one.entry.pointer.extents
+            ]
+            check_reach([one.record for one in together], runs, findings)
+            kept = kept if findings.all else together
     return sorted(kept, key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
 def chunks_of(versions: Sequence[RecoverableVersion], size: int) -> Iterator[Extent]:
     """Yield all pages of ``versions``, on a medium of ``size`` bytes, as extents to copy to the
     same places of another one of the same size."""
-    for first, after in merge([_reach(each) for each in versions]).tolist():
+    reach = merge(version_runs(each.entry, each.record) for each in versions)
+    for first, after in reach.tolist():
         end = min(after * PAGE, size)
         for start in range(first * PAGE, end, CHUNK):
             yield Extent(start, min(CHUNK, end - start))
@@ -79,36 +83,3 @@ def rebuild(medium: Medium, versions: Sequence[RecoverableVersion]) -> None:
     for number in (sequence, sequence + 1):
         store_root(medium, uuid, Root(number, next_version, medium.size, catalogue))
     medium.persist([Extent(0, DATA_START)])
-
-
-def _reach(found: RecoverableVersion) -> Runs:
-    return version_runs(found.entry, found.record)
-
-
-def _pages_by_commit(found: RecoverableVersion) -> dict[int, Runs]:
-    """Return the pages that a version reaches, by the commit that wrote them."""
-    record = found.record
-    parts: list[tuple[int, Runs]] = []
-    parts.append((record.info.commit, extents_runs(found.entry.pointer.extents)))
-    for born in set(record.storages["born"].tolist()):
-        extents = [
-            extent
-            for index in (record.storages["born"] == born).nonzero()[0].tolist()
-            for extent in record.storage_extents(index)
-        ]
-        parts.append((born, runs_of([e.offset for e in extents], [e.length for e in extents])))
-    if record.log is not None:
-        parts.append((record.log.born, extents_runs([record.log.extent])))
-    pages: dict[int, Runs] = {}
-    for commit, runs in parts:
-        pages[commit] = merge([pages.get(commit, EMPTY), runs])
-    return pages
-
-
-def _meets(pages: dict[int, Runs], taken: dict[int, Runs]) -> bool:
-    """Return whether another commit has a page already."""
-    for commit, runs in pages.items():
-        others = merge([each for other, each in taken.items() if other != commit])
-        if page_count(merge([runs, others])) < page_count(runs) + page_count(others):
-            return True
-    return False

@@ -41,6 +41,9 @@ from portus.reach.media.pool import ReadableMedium
 
 _log: Final = logging.getLogger("portus")
 
+ALIGNMENT: Final = 8
+"""Records begin at multiples of this."""
+
 _SUM_MAX: Final = 1 << 62
 """A limit for the bytes or extents of a version: far below what a signed 64-bit number holds."""
 
@@ -126,6 +129,11 @@ class VersionRecord:
     log: VersionLog | None = None
 
     @property
+    def name(self) -> str:
+        """The version's id, model and step in words, for findings."""
+        return f"version {self.info.id} of {self.info.model!r} (step {self.info.step})"
+
+    @property
     def length(self) -> Column:
         length: Column = self.storages["length"].astype(np.int64)
         return length
@@ -142,6 +150,15 @@ class VersionRecord:
         counts = unit_counts(self.length)
         return np.cumsum(counts) - counts
 
+    @cached_property
+    def first_byte(self) -> Column:
+        """Storages are end to end in the extents of the version: where each begins there."""
+        return np.cumsum(self.length) - self.length
+
+    @cached_property
+    def _edges(self) -> Column:
+        return np.append(0, np.cumsum(self.extents["length"].astype(np.int64)))
+
     @property
     def may_share(self) -> Flags:
         flags: Flags = self.storages["born"].astype(np.int64) + REFRESH_COMMITS > self.info.commit
@@ -157,6 +174,30 @@ class VersionRecord:
         first = int(self.first_extent[index])
         rows = self.extents[first : first + int(self.storages["extents"][index])]
         return tuple(Extent(int(each["offset"]), int(each["length"])) for each in rows)
+
+    @property
+    def reach(self) -> Rows:
+        """The extents of all storages, and the pages of the log."""
+        log = [] if self.log is None else [(self.log.extent.offset, self.log.extent.length)]
+        return np.concatenate([self.extents, np.array(log, EXTENT.dtype)])
+
+    def places(self, storage: Column, start: Column, length: Column) -> tuple[Column, Column]:
+        """Return the offsets and lengths in the pool of ranges of storages, end to end."""
+        extent, inside, size = overlaps(self._edges, self.first_byte[storage] + start, length)
+        return self.extents["offset"].astype(np.int64)[extent] + inside, size
+
+
+def overlaps(edges: Column, offset: Column, length: Column) -> tuple[Column, Column, Column]:
+    """Return the parts of ranges that lie in adjacent pieces between ``edges``: the piece, the
+    first byte in it, and the length of each part."""
+    first = np.searchsorted(edges, offset, "right") - 1
+    end = offset + length
+    counts = np.maximum(np.searchsorted(edges, end, "left") - first, 0)
+    piece = ranges(first, counts)
+    low = np.maximum(np.repeat(offset, counts), edges[piece])
+    size = np.minimum(np.repeat(end, counts), edges[piece + 1]) - low
+    some = size > 0
+    return piece[some], (low - edges[piece])[some], size[some]
 
 
 def frame(kind: RecordKind, commit: int, uuid: bytes, payload: bytes) -> bytes:
@@ -232,6 +273,9 @@ def read_whole(
             f"{where}: kind {header['kind']!r} version {header['kind_version']!r} is not known "
             f"to this Portus; upgrade it"
         )
+    fixed = (header["magic"], header["length"], header["reserved"], offset % ALIGNMENT)
+    if fixed != (RECORD_MAGIC, pointer.length - HEADER.size, 0, 0):
+        raise CorruptionError(f"{where} of {medium.info.name}: not the header of a record: {fixed}")
     return data.toreadonly()
 
 
@@ -302,20 +346,26 @@ def _rows(data: bytes, table: Record) -> Rows:
 
 
 def _check_arrays(record: VersionRecord) -> None:
-    storages, extents, units = record.storages, record.extents, record.units
+    storages, extents, units, info = record.storages, record.extents, record.units, record.info
     # Before anything is added up: sums of wild numbers wrap around, and then they may look right.
     for column in (storages["length"], extents["length"], storages["extents"]):
         if float(column.sum(dtype=np.float64)) > _SUM_MAX:
-            raise CorruptionError(f"version {record.info.id}: lengths are out of range")
+            raise CorruptionError(f"version {info.id}: lengths are out of range")
     counts = storages["extents"].astype(np.int64)
     if int(counts.sum()) != len(extents):
-        raise CorruptionError(f"version {record.info.id}: {len(extents)} extent entries are others")
+        raise CorruptionError(f"version {info.id}: {len(extents)} extent entries are others")
     per_storage = np.zeros(len(storages), np.uint64)
     np.add.at(per_storage, np.repeat(np.arange(len(storages)), counts), extents["length"])
     if not np.array_equal(per_storage, storages["length"]):
-        raise CorruptionError(f"version {record.info.id}: extents do not add up to the storages")
+        raise CorruptionError(f"version {info.id}: extents do not add up to the storages")
     if int(unit_counts(record.length).sum()) != len(units):
-        raise CorruptionError(f"version {record.info.id}: {len(units)} unit digests are others")
+        raise CorruptionError(f"version {info.id}: {len(units)} unit digests are others")
+    if not extents["length"].all():
+        raise CorruptionError(f"version {info.id}: an extent is empty")
+    if int(storages["length"].sum()) != info.size:
+        raise CorruptionError(f"version {info.id}: its storages do not add up to {info.size} bytes")
+    if ((storages["born"] < 1) | (storages["born"] > info.commit)).any():
+        raise CorruptionError(f"version {info.id}: born outside of commits 1 to {info.commit}")
 
 
 def _check_log(record: VersionRecord) -> None:
@@ -324,9 +374,12 @@ def _check_log(record: VersionRecord) -> None:
     lengths, log = record.length, record.log
     if log is None:
         return
-    if log.extent.offset % PAGE or log.extent.length % PAGE or log.extent.end > _SUM_MAX:
+    extent, commit = log.extent, record.info.commit
+    is_whole = extent.length > 0 and not extent.offset % PAGE and not extent.length % PAGE
+    if not is_whole or extent.end > _SUM_MAX or not 1 <= log.born <= commit:
         raise CorruptionError(
-            f"version {record.info.id}: a log is not in whole pages: {log.extent}"
+            f"version {record.info.id}: expected a log in whole pages, born from commit 1 to "
+            f"{commit}, found {extent}, born at {log.born}"
         )
     kinds: dict[int, str] = {}
     for each in log.in_place:

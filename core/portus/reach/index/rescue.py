@@ -12,25 +12,24 @@ import contextlib
 from dataclasses import dataclass
 from typing import Final, cast
 
-import numpy as np
 from msgspec import structs
 
 from portus.engine.media.base import Medium
-from portus.errors import CorruptionError, MediumError, UsageError
+from portus.errors import CorruptionError, UsageError
 from portus.reach.format.layout import (
     DATA_START,
     HEADER,
     KIND_VERSION,
     RECORD_MAGIC,
-    RECORD_SIZE_MAX,
     RecordKind,
 )
-from portus.reach.index.check_catalogue import Subject, load
+from portus.reach.index.catalogue import require_inside
+from portus.reach.index.check_catalogue import load
 from portus.reach.index.check_version import Bytes, CheckedVersion
 from portus.reach.index.findings import Findings
 from portus.reach.index.log import read_log
 from portus.reach.index.records import (
-    NOWHERE,
+    ALIGNMENT,
     Pointer,
     VersionEntry,
     VersionRecord,
@@ -41,9 +40,6 @@ from portus.reach.index.roots import read_uuid
 
 CHUNK: Final = 16 << 20
 """Bytes to search together."""
-
-_ALIGNMENT: Final = 8
-"""Records begin at multiples of this, and so do chunks: no magic crosses a border."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +68,41 @@ def find_versions(medium: Medium, *, chunk: int = CHUNK) -> list[RecoverableVers
         data = load(medium, start, min(chunk, medium.size - start))
         place = data.find(RECORD_MAGIC)
         while place >= 0:
-            pointer = None if place % _ALIGNMENT else _pointer(medium, start + place, uuid)
-            if pointer is not None:
+            offset = start + place
+            if offset % ALIGNMENT == 0 and offset + HEADER.size <= medium.size:
                 with contextlib.suppress(CorruptionError, UsageError):  # it may only look like one
-                    _add(medium, pointer, found)
+                    _add(medium, offset, uuid, found)
             place = data.find(RECORD_MAGIC, place + 1)
     return sorted(found.values(), key=lambda each: (each.record.info.commit, each.record.info.id))
 
 
-def _add(medium: Medium, pointer: Pointer, found: dict[bytes, RecoverableVersion]) -> None:
-    """Add the version at ``pointer``, or the place of its copy if it was found before. Raises as
+def _add(
+    medium: Medium, offset: int, uuid: bytes | None, found: dict[bytes, RecoverableVersion]
+) -> None:
+    """Add the version at ``offset``, or the place of its copy if it was found before. Raises as
     ``read_whole`` and ``decode_version``."""
-    whole = read_whole(medium, pointer, RecordKind.VERSION, pointer.offset)
-    record, owner = decode_version(whole[HEADER.size :]), cast(bytes, HEADER.unpack(whole)["uuid"])
-    first = found.get(pointer.digest)
-    if first is not None:
-        pointer = structs.replace(first.entry.pointer, copy=pointer.offset)
-    found[pointer.digest] = RecoverableVersion(VersionEntry(record.info, pointer), record, owner)
-
-
-def _pointer(medium: Medium, offset: int, uuid: bytes | None) -> Pointer | None:
-    """Return the pointer to what looks like the record of a version, or None if it does not."""
-    if offset + HEADER.size > medium.size:
-        return None
-    row = HEADER.unpack(load(medium, offset, HEADER.size))
-    kind, length = (row["kind"], row["kind_version"]), HEADER.size + cast(int, row["length"])
-    if kind != (RecordKind.VERSION, KIND_VERSION) or length > RECORD_SIZE_MAX:
-        return None
-    if uuid is not None and row["uuid"] != uuid:
-        return None
-    return Pointer(offset, length, cast(bytes, row["digest"]))
+    header = HEADER.unpack(load(medium, offset, HEADER.size))
+    kind, owner = (header["kind"], header["kind_version"]), cast(bytes, header["uuid"])
+    if kind != (RecordKind.VERSION, KIND_VERSION) or uuid not in (None, owner):
+        return
+    length, digest = HEADER.size + cast(int, header["length"]), cast(bytes, header["digest"])
+    pointer = Pointer(offset, length, digest)
+    record = decode_version(read_whole(medium, pointer, RecordKind.VERSION, offset)[HEADER.size :])
+    if (first := found.get(digest)) is not None:
+        pointer = structs.replace(first.entry.pointer, copy=offset)
+    found[digest] = RecoverableVersion(VersionEntry(record.info, pointer), record, owner)
 
 
 def is_whole(medium: Medium, record: VersionRecord) -> bool:
     """Return whether a version still has all its bytes, which are read."""
-    ends = record.extents["offset"] + record.extents["length"]
-    if len(ends) and max(int(ends.max()), int(record.extents["offset"].max())) > medium.size:
-        return False
-    findings = Findings()
-    every = np.ones(len(record.storages), np.bool_)
-    seen = CheckedVersion(VersionEntry(record.info, NOWHERE), record, None, (), every)
-    if record.log is not None and record.log.extent.end > medium.size:
-        return False
-    with contextlib.suppress(CorruptionError, MediumError):
+    findings, seen = Findings(), CheckedVersion(record)
+    with findings.note("F5", record.name, "bytes in the pool"):
+        require_inside(medium, record, medium.size)
         if read_log(medium, record).is_left:  # its tables are those of a newer version
             return False
-    bytes_of = Bytes(Subject(medium, b"", findings))
-    for _ in bytes_of.verify(seen, every):
-        continue
-    bytes_of.verify_log(seen)
+    if not findings.all:
+        verifier = Bytes(medium, findings)
+        for _ in verifier.verify(seen):
+            continue
+        verifier.verify_log(seen)
     return not findings.all

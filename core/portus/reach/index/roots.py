@@ -8,6 +8,9 @@ apart: one of them may rot. A pool that was just made has both roots already, of
 A device has no file names, so only its bytes tell whether a pool is there. It is *blank* if its
 header is zero, or if the making of a pool was interrupted in the copies of the slots, which are
 stored first. Anything else is a pool, or other data, and is left alone.
+
+A page between the slots has messages: which process has the pool open for writing, and which save
+to it failed last.
 """
 
 from __future__ import annotations
@@ -22,8 +25,16 @@ from typing import Any, Final, NamedTuple
 from portus.engine.format.checksum import DIGEST_SIZE, digest
 from portus.engine.media.base import Medium
 from portus.engine.spec import PAGE, Extent
-from portus.errors import CorruptionError, MediumError, UsageError
-from portus.reach.format.layout import DATA_START, FORMAT_VERSION, MAGIC, SLOT, SLOT_OFFSETS
+from portus.errors import CorruptionError, MediumError, UsageError, printable
+from portus.reach.format.layout import (
+    DATA_START,
+    FORMAT_VERSION,
+    HOLDER_OFFSET,
+    HOLDER_SIZE,
+    MAGIC,
+    SLOT,
+    SLOT_OFFSETS,
+)
 from portus.reach.index.records import NOWHERE, Pointer
 
 _log: Final = logging.getLogger("portus")
@@ -122,8 +133,15 @@ def store_root(
     return [Extent(offset, PAGE) for offset in offsets]
 
 
-def load_slots(medium: Medium) -> list[bytes]:
-    """Return the bytes of all places of slots."""
+def read_slots(medium: Medium) -> list[Slot | None]:
+    """Return the contents of each place of a slot, None if it is not intact.
+
+    Raises ``UsageError`` if a newer Portus wrote the pool.
+    """
+    return [_unpack(medium.info.name, each) for each in _load_slots(medium)]
+
+
+def _load_slots(medium: Medium) -> list[bytes]:
     # All at once: each look at a pool on a storage host begins with them.
     data = memoryview(bytearray(SLOT_OFFSETS[-1] + SLOT.size))
     try:
@@ -144,14 +162,6 @@ def _load_slot(medium: Medium, offset: int) -> bytes:
     return bytes(data)
 
 
-def unpack_slots(name: str, places: Sequence[bytes]) -> list[Slot | None]:
-    """Return the contents of each place of a slot, None if it is not intact.
-
-    Raises ``UsageError`` if a newer Portus wrote the pool, which is called ``name``.
-    """
-    return [_unpack(name, each) for each in places]
-
-
 def _unpack(name: str, data: bytes) -> Slot | None:
     row: dict[str, Any] = SLOT.unpack(data)
     if row["magic"] != MAGIC or row["digest"] != digest(data[:-DIGEST_SIZE]):
@@ -166,12 +176,6 @@ def _unpack(name: str, data: bytes) -> Slot | None:
     return Slot(row["uuid"], Root(row["sequence"], row["next_version"], row["size"], catalogue))
 
 
-def read_slots(medium: Medium) -> list[Slot | None]:
-    """Return the contents of each place of a slot, None if it is not intact. Raise as
-    ``unpack_slots``."""
-    return unpack_slots(medium.info.name, load_slots(medium))
-
-
 def read_uuid(medium: Medium) -> bytes:
     """Return the identity of the pool.
 
@@ -183,10 +187,9 @@ def read_uuid(medium: Medium) -> bytes:
             f"{medium.info.name}: expected a pool of at least {DATA_START} bytes, found "
             f"{medium.size}; was it truncated, or is it not a pool?"
         )
-    places = load_slots(medium)
-    for found in unpack_slots(medium.info.name, places):
-        if found is not None:
-            return found.uuid
+    for found in filter(None, read_slots(medium)):
+        return found.uuid
+    places = _load_slots(medium)
     if not any(each.startswith(MAGIC) for each in places):
         hint = f"if it was one, `portus rescue {medium.info.name}` lists what is intact"
         if medium.info.kind.is_device:
@@ -231,3 +234,34 @@ def settle_roots(medium: Medium, uuid: bytes, roots: Collection[Root]) -> None:
                 *(medium.info.name, offset),
             )
     medium.persist([each for root in roots for each in store_root(medium, uuid, root)])
+
+
+def read_holder(medium: Medium) -> str:
+    """Return which process opened the pool for writing last, in words; empty if none did."""
+    return _messages(medium)[0]
+
+
+def read_failure(medium: Medium) -> str:
+    """Return which save to the pool failed last, when and why, in words; empty if none did."""
+    return _messages(medium)[1]
+
+
+def store_failure(medium: Medium, text: str) -> None:
+    """Store which save failed. A message takes no space, and is not persisted."""
+    store_messages(medium, read_holder(medium), text)
+
+
+def _messages(medium: Medium) -> tuple[str, str]:
+    data = memoryview(bytearray(HOLDER_SIZE))
+    medium.load(HOLDER_OFFSET, data)
+    text = bytes(data).split(b"\0")[0].decode("utf-8", "replace")
+    holder, _, failure = text.partition("\n")
+    return holder, failure
+
+
+def store_messages(medium: Medium, holder: str, failure: str) -> None:
+    """Store both messages, not durably. Each is one line; the second is cut if there is no room."""
+    # The text may be from a client of a host: a zero byte in it would end the page's text.
+    text = "\n".join(printable(" ".join(each.split())) for each in (holder, failure) if each)
+    data = text.encode()[: HOLDER_SIZE - 1].decode("utf-8", "ignore").encode()
+    medium.store(HOLDER_OFFSET, data.ljust(HOLDER_SIZE, b"\0"))

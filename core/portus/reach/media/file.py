@@ -37,7 +37,7 @@ from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import SECTOR, ReadFile
 from portus.engine.spec import Extent
 from portus.errors import MediumError
-from portus.reach.media.space import WritableMedium
+from portus.reach.media.space import WritableMedium, blocks_of
 
 MAPPED_FILE: Final = MediumKind("file, mapped")
 
@@ -277,6 +277,8 @@ class MappedFile(PlainFile):
             raise file_error("fill holes of", descriptor.path, error) from error
         self._addresses: Final = AddressRange(descriptor.path, size)
         self._has_holes = False
+        self._present: Final = set[int]()
+        """Blocks of pages that were mapped."""
         try:
             self._map(size, descriptor, file_system)
         except MediumError:
@@ -298,12 +300,14 @@ class MappedFile(PlainFile):
         return self._addresses.start + extent.offset
 
     def expect(self, extent: Extent) -> None:
-        """Map pages that were released for write-back again, in one call: faults one by one cost
-        three times as much."""
+        """Map pages that are new, or were released for write-back, in one call: with a fault for
+        each, 288 MiB of new pages on tmpfs took 0.60 s of a processor in place of 0.12."""
         self._check_writable()
         self._check_range(extent.offset, extent.length)
-        if self._file_system.early:
+        blocks = blocks_of(extent)
+        if self._file_system.early or not self._present.issuperset(blocks):
             self._addresses.populate(extent)
+            self._present.update(blocks)
 
     def wrote(self, extent: Extent) -> None:
         """Start write-back when enough has been written; may block while the disk is busy."""
@@ -314,6 +318,7 @@ class MappedFile(PlainFile):
     def discard(self, ranges: Sequence[Extent]) -> int:
         """Punch holes. Until filled, a store by address there is SIGBUS on a full disk."""
         self._has_holes = True
+        self._present.clear()
         return super().discard(ranges)
 
     def holes(self) -> list[Extent]:

@@ -33,10 +33,10 @@ from portus.reach.index.directory import (
     remove_pool,
 )
 from portus.reach.index.file_table import FileTable
-from portus.reach.index.messages import read_failure
 from portus.reach.index.place import Place, load_class
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
+from portus.reach.index.roots import read_failure
 from portus.reach.media.local import LocalFiles
 from portus.reach.places.base import (
     Abilities,

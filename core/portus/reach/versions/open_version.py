@@ -19,11 +19,11 @@ from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError
 from portus.reach.format.items import StoredArray, decode
 from portus.reach.format.layout import UNIT_DIGEST
-from portus.reach.index.file_table import FileTable, decode_table, overlaps
+from portus.reach.index.file_table import FileTable, decode_table
 from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import LogState, read_log
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionRecord
+from portus.reach.index.records import VersionEntry, VersionRecord, overlaps
 
 _KEPT: Final = 4
 """Units of the bytes around storages to keep, for as many threads."""
@@ -49,10 +49,6 @@ class OpenVersion:
         self._stop: Final = Stop() if stop is None else stop
         self.table: Final = self._read_table()
         self.lengths: Final = record.length
-        self._begins: Final = np.cumsum(self.lengths) - self.lengths
-        """Storages are end to end in the extents of the version: where each begins there."""
-        ends = np.cumsum(record.extents["length"].astype(np.int64))
-        self._edges: Final[Column] = np.append(0, ends)
 
     @cached_property
     def log_state(self) -> LogState:
@@ -87,11 +83,6 @@ class OpenVersion:
             )
         return self.files[name]
 
-    def extents(self, storage: Column, start: Column, length: Column) -> tuple[Column, Column]:
-        """Return the offsets and lengths in the pool of ranges of storages, end to end."""
-        extent, inside, size = overlaps(self._edges, self._begins[storage] + start, length)
-        return self.record.extents["offset"].astype(np.int64)[extent] + inside, size
-
     def read(
         self,
         storage: Column,
@@ -116,7 +107,7 @@ class OpenVersion:
             self._read_in_place(int(storage[number]), int(start[number]), int(length[number]), at)
         plain = np.flatnonzero(~placed)
         columns = (storage[plain], start[plain], length[plain])
-        offset, held = self.extents(*columns)
+        offset, held = record.places(*columns)
         moved = Sources(
             address=np.zeros(len(plain), np.int64) if address is None else address[plain],
             length=columns[2],
@@ -219,7 +210,7 @@ class VersionFile:
         span, inside, length = overlaps(np.append(spans.begin, self.size), offset, length)
         storage = spans.storage[span]
         own = np.where(storage == len(self.packed.length), self._around, self._first + storage)
-        return self._version.extents(own, spans.inside[span] + inside, length)
+        return self._version.record.places(own, spans.inside[span] + inside, length)
 
     def announce(self, offset: Column, length: Column) -> None:
         """Do nothing: reads from a pool need no preparation."""
@@ -231,7 +222,7 @@ class VersionFile:
                 piece[:] = self._kept_part(part)
                 continue
             for at, held in zip(
-                *self._version.extents(*(np.array([each]) for each in part)), strict=True
+                *self._version.record.places(*(np.array([each]) for each in part)), strict=True
             ):
                 self.medium.load(int(at), piece[:held])
                 piece = piece[held:]
