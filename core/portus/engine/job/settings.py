@@ -7,7 +7,7 @@ values are allowed.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Final, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from portus.engine.extensions import MIRROR_OF, extension
 from portus.engine.pipeline.audit import Guard

@@ -97,8 +97,13 @@ def journal_directory(pool_path: str) -> str:
         uuid = reader.uuid.hex()
     finally:
         reader.close()
+    return os.path.join(state_directory(), uuid + JOURNAL_SUFFIX)
+
+
+def state_directory() -> str:
+    """Return the directory of Portus's state, for this user on this machine."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return os.path.join(home, "portus", uuid + JOURNAL_SUFFIX)
+    return os.path.join(home, "portus")
 
 
 def make_directory(directory: str, *, is_inside: bool = False) -> bool:
