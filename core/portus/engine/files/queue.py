@@ -144,14 +144,11 @@ class Queue:
         """Wait until no other thread is in a save of ``saver``, or of any, and all work put so far
         has ended. On the worker, which does that work, wait for the other threads alone. Logs every
         ten seconds that it waits."""
-        with self._lock:
-            self._hurry()
-            self._await(partial(self._has_put_all, saver))
-        self._see_to_it()
+        self._await(partial(self._has_put_all, saver))
         if not self.on_worker():
             with self._lock:
-                self._hurry()
-                self._await(partial(self._has_done, self._outstanding()))
+                asked = self._outstanding()
+            self._await(partial(self._has_done, asked))
 
     def has_more(self) -> bool:
         """Return True if work waits behind the running one, or a save is about to be put."""
@@ -170,11 +167,9 @@ class Queue:
                 self._changed.notify_all()
             self.finish()
             if not self.on_worker():
-                with self._lock:
-                    thread = self._thread
-                    # Not by join: Ctrl-C in it makes Python take a thread for ended that still
-                    # runs.
-                    self._await(self._has_ended)
+                thread = self._thread
+                # Not by join: Ctrl-C in it makes Python take a thread for ended that still runs.
+                self._await(self._has_ended)
                 if thread is not None:
                     thread.join()
         except BaseException:  # Ctrl-C
@@ -183,7 +178,12 @@ class Queue:
 
     def _await(self, is_over: Callable[[], bool]) -> None:
         start = time.monotonic()
-        while not self._changed.wait_for(is_over, _NEWS_S):
+        while True:
+            self._see_to_it()
+            with self._lock:
+                self._hurry()
+                if self._changed.wait_for(is_over, _NEWS_S):
+                    return
             _log.warning(
                 "%s: still finishing saves after %.0f s. If this continues, check the disk, or the "
                 "storage host, that they go to",
