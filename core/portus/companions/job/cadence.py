@@ -46,19 +46,17 @@ def parse_cadence(
 ) -> tuple[Literal["auto"] | int | float, Rule]:
     """Return a user's interval as "auto", steps (an int) or seconds (a float), and the rule. Raise
     ``UsageError`` for invalid values."""
-    mtbf_s = None if mtbf is None else parse_seconds("mtbf", mtbf)
-    return _parse_every(every), Rule(max_overhead=max_overhead, mtbf_s=mtbf_s)
-
-
-def _parse_every(value: object) -> Literal["auto"] | int | float:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str):
-        return parse_seconds("every", value)
+    rule = Rule(
+        max_overhead=max_overhead, mtbf_s=None if mtbf is None else parse_seconds("mtbf", mtbf)
+    )
+    if every == "auto":
+        return "auto", rule
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return every, rule
+    if isinstance(every, str):
+        return parse_seconds("every", every), rule
     raise UsageError(
-        f"every: expected 'auto', a time such as '30s', or steps over 0, found {value!r}"
+        f"every: expected 'auto', a time such as '30s', or steps over 0, found {every!r}"
     )
 
 
