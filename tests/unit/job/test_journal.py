@@ -394,3 +394,26 @@ def test_a_directory_that_is_moved_away_as_its_journal_begins_is_not_made_again(
     found = account(read(path).lines)
     assert found is not None
     assert found.steps == 2, "also the step before it began"
+
+
+def test_a_journal_goes_on_in_the_directory_that_is_made_after_one_was_moved_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with portus.Checkpointer(run) as checkpointer:
+        for step in (1, 2):
+            optimizer.step()
+            checkpointer.save({"model": model.state_dict()}, step)
+            checkpointer.wait()  # also for what comes after the commit
+            if step == 1:
+                shutil.move(run, gone)
+                optimizer.step()
+                assert not run.exists()
+    for step, where in enumerate((gone, run), 1):
+        (path,) = journals_in(str(where / ".portus" / JOURNALS))
+        found = account(read(path).lines)
+        assert found is not None
+        assert found.saves[-1].line.step == step
+    assert not [each for each in caplog.messages if "journal" in each]

@@ -318,11 +318,14 @@ class Journal(Companion, fence.Listener):
         """Add lines; before the first ones of this session, the line that identifies it."""
         if self._is_refused:
             return
+        assert self._begun is not None
+        assert self._directory is not None
         with self._report_errors():
-            if self._is_told:
+            if not make_directory(self._directory, is_inside=True):
+                return  # moved away: the lines that come then are lost
+            if self._is_told and os.path.exists(self._path):
                 self._append(lines)
                 return
-            assert self._begun is not None
             known = self._known_sessions()
             head = Head(format=FORMAT, model=_short(self._model))
             self._append((head, self._begun, *lines))
