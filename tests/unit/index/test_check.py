@@ -213,6 +213,11 @@ def cut_rows(version: list[Any]) -> None:
     version[2] = version[2][:-1]
 
 
+def an_empty_extent(version: list[Any]) -> None:
+    row(STORAGE, 2, "extents", number(1))(version)
+    version[3] += number(DATA_START) + number(0)
+
+
 def first_extent_again(version: list[Any]) -> None:
     """The second storage is at the first one's bytes: as many of them."""
     row(EXTENT, 1, "offset", version[3][:8])(version)
@@ -232,6 +237,7 @@ FORGERIES: dict[str, tuple[str, RecordKind, Edit]] = {
     "contents of numbers": ("F11", RecordKind.VERSION, lambda version: version.__setitem__(1, 7)),
     "a row that is cut": ("F11", RecordKind.VERSION, cut_rows),
     "fewer storages": ("F11", RecordKind.VERSION, lambda version: version.__setitem__(2, b"")),
+    "an empty extent": ("F11", RecordKind.VERSION, an_empty_extent),
     "a wild number of extents": (
         "F11",
         RecordKind.VERSION,

@@ -6,18 +6,20 @@ import errno
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from portus.errors import CorruptionError, MediumError
-from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS
+from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, RecordKind
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.index.reader import PoolReader
+from portus.reach.index.rebuild import choose
 from portus.reach.index.records import VersionRecord
 from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
 from portus.reach.media.lock import ProcessLocks
-from tests.unit.index.pools import Pool, close_all
+from tests.unit.index.pools import Forger, Pool, close_all
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,25 @@ def destroy(pool: Pool, *offsets: int) -> None:
 
 def steps(found: list[RecoverableVersion]) -> list[tuple[str, int]]:
     return [(each.record.info.model, each.record.info.step) for each in found]
+
+
+def test_versions_with_a_page_together_are_not_chosen_together() -> None:
+    pool = Pool()
+    pool.save("a", 1, [b"x" * 100])
+    first = pool.writer.record(pool.entry("a")).storage_extents(0)[0]
+    newer = pool.save("b", 2, [b"y" * 10])
+    pool.medium.store(first.end + 28, b"y" * 10)
+
+    def beside(version: list[Any]) -> None:
+        version[3] = (first.end + 28).to_bytes(8, "little") + version[3][8:]
+
+    pool.writer.retire([pool.entry("a").info.id])
+    Forger(pool.medium).forge(RecordKind.VERSION, beside)
+    older, whole, forged = find_versions(pool.medium)
+    assert whole.record.info == forged.record.info == newer.info
+    assert is_whole(pool.medium, forged.record)
+    assert choose([older, whole]) == [older, whole]
+    assert choose([older, forged]) == [forged], "the newer one"
 
 
 def content(pool: Pool, record: VersionRecord, storage: int) -> bytes:

@@ -477,6 +477,25 @@ def test_write_back_lets_go_of_the_pages_and_who_expects_them_has_them_at_once(
     assert (directory / "pool").read_bytes() == bytes([rounds]) * size
 
 
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="no pagemap")
+def test_who_expects_what_was_discarded_has_it_at_once(directory: Path) -> None:
+    size = 4 * MIB
+    medium = MappedFile(
+        Descriptor(str(directory / "pool"), os.O_RDWR | os.O_CREAT),
+        FileSystemTraits(volatile=False, early=False),
+    )
+    with closing(medium):
+        medium.grow(size)
+        whole = Extent(0, size)
+        for _ in range(2):
+            medium.expect(whole)
+            assert _resident(medium.address(whole), size) == size
+            if not medium.discard([whole]):
+                pytest.skip("this file system has no holes")
+            medium.fill([whole])
+            assert _resident(medium.address(whole), size) == 0
+
+
 def test_a_closed_file_says_so(directory: Path) -> None:
     medium = make(directory / "pool", 10)
     medium.close()

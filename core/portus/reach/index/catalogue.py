@@ -163,8 +163,9 @@ def require_inside(medium: Medium, record: VersionRecord, size: int) -> None:
     outside = (offset < DATA_START) | (offset > size) | (offset + length > size)
     for row in np.flatnonzero(outside)[:1].tolist():
         raise CorruptionError(
-            f"version {record.info.id} reaches beyond bytes {DATA_START} to {size} of "
-            f"{medium.info.name}: {length[row]} bytes from byte {offset[row]}; was it truncated?"
+            f"version {record.info.id} reaches beyond the {size} bytes of {medium.info.name}, or "
+            f"into its first pages, with {length[row]} bytes from byte {offset[row]}; was it "
+            "truncated?"
         )
 
 

@@ -226,7 +226,7 @@ class ReachableVersions:
             )  # fmt: skip
             same = self.entries.setdefault(info.id, entry) == entry
             findings.require(same, "F10", where, "the same in both roots", "two that differ")
-            self.sizes[info.id] = min(self.sizes.get(info.id, root.size), root.size)
+            self.sizes[info.id] = root.size  # of the older one last, which is smaller
 
 
 def check_catalogues(
