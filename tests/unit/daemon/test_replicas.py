@@ -423,18 +423,33 @@ def test_who_leads_is_known_after_the_second_host_was_started_again(
             first.close()  # while the other one answers: it waits for that
 
 
+@pytest.mark.parametrize("commits", ["what it is told", "another model", "a new version"])
 def test_an_old_copy_of_the_pool_that_led_takes_nothing_for_removed(
-    tmp_path: Path, two: Two
+    tmp_path: Path, two: Two, commits: str
 ) -> None:
-    """What the second host has is newer, and stays."""
-    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+    """What the second host has is newer, and stays, also once the copy has as many commits."""
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=1) as saver:
         saved(saver, 1)
     shutil.copytree(tmp_path / "first", tmp_path / "old")
-    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
-        saved(saver, 2, 3)
-    with serving(tmp_path / "old", replica=url(two.second)) as old:
-        with pytest.raises(StaleError, match=r"step 3, in term 2, .* Steps 1 here do not count"):
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=1) as saver:
+        saved(saver, 2)
+    if commits == "a new version":
+        two.cut()
+    with serving(tmp_path / "old", replica=f"portus://127.0.0.1:{two.between.port}") as old:
+        if commits == "a new version":
+            with portus.PoolCheckpointer(url(old), "net", keep=None) as saver:
+                saved(saver, 8, 9)
+            two.heal()
+        if commits == "another model":
+            with portus.PoolCheckpointer(url(old), "other", durable=2) as saver:
+                saved(saver, 8, 9)
+        with pytest.raises(StaleError, match=r"step 2, in term 2, .* Steps 1.* here do not count"):
             portus.PoolCheckpointer(url(old), "net")
+        with contextlib.closing(HostPool(url(old))) as pool:
+            pool.let_go([entry.info.token for entry in pool.catalogue().models["net"]])
+        with portus.PoolCheckpointer(url(old), "net", durable=2, keep=None) as saver:
+            assert_same(saver.load(), state(2))
+            saved(saver, 3)
         assert steps_at(two.second) == [2, 3]
 
 
@@ -443,7 +458,7 @@ def test_a_copy_that_arrives_late_is_refused_once_another_host_leads(two: Two) -
     with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
         saved(saver, 1)
     leader = two.first.house.pools.of("default").replica._copiers["net"]
-    there, term = leader._there, leader._term
+    there, term = leader._there, leader.term
     asked = there.ask("net")
     with portus.PoolCheckpointer(url(two.second), "net", durable=2) as saver:
         token, late = saver.versions()[0].token, said.Lead("net", b"p" * 16, 9, "", term, bytes(16))

@@ -148,15 +148,19 @@ class Leader(PoolCopier):
     Made for one claim, or, without ``lead``, to copy the rest of what this pool led before.
     """
 
-    def __init__(self, other: OtherHost, tenant: str, model: str, writer: PoolWriter) -> None:
-        """Ask no host yet. writer: of the pool to copy from."""
+    def __init__(
+        self, other: OtherHost, tenant: str, model: str, writer: PoolWriter, led: int = 0
+    ) -> None:
+        """Ask no host yet. writer: of the pool to copy from. led: the last term in which this
+        process led the model; 0: in none."""
         self._there: Final = TenantThere(other, tenant)
         address = other.name(tenant)
         super().__init__(self._there, address, model, writer, other.turns, PAUSE_MAX_S)
         self.why_over = ""
         """The reason why no commit here counts any more; empty while commits may count."""
         self._is_wanted = False
-        self._term = 0
+        self._led: Final = led
+        self.term = 0
         """The term in which this host leads; 0: it does not."""
         self._known: Collection[bytes] = ()
         """The tokens of the versions that the other host had when it was asked last."""
@@ -202,7 +206,7 @@ class Leader(PoolCopier):
         it took too long."""
 
         def is_told() -> bool:
-            return bool(self._term) if token == NOBODY else token in self._known
+            return bool(self.term) if token == NOBODY else token in self._known
 
         def is_over() -> bool:
             # One failed try after this began ends it.
@@ -237,7 +241,8 @@ class Leader(PoolCopier):
                 kind = StaleError if may_fetch else ElsewhereError
                 raise kind(self._went_on(lead, there, foreign))
             self._fetch(there)
-        commit = self._writer.catalogue().root.sequence
+        commits = {info.token: info.commit for info in self._infos()}
+        commit = commits.get(lead.newest, lead.commit if lead.pool == own else 0)
         message = said.Lead(self._model, own, commit, who(), lead.term, lead.newest)
         try:
             answer = self._there.pool.links.ask(message, said.Led)
@@ -250,16 +255,24 @@ class Leader(PoolCopier):
             self._take(answer, may_fetch=may_fetch)
             return
         with self._changed:
-            self._term = answer.term
+            self.term = answer.term
             self._changed.notify_all()
 
     def _is_behind(self, lead: said.Led) -> bool:
         """Return whether the other host has the newer history. What this pool had while it led, and
-        lacks now, was removed here; unless it is an old copy."""
-        if lead.newest == NOBODY or any(info.token == lead.newest for info in self._infos()):
+        lacks now, was removed here. Only if this process led, is that sure: an earlier one may have
+        led with a newer copy of the pool. Then all that this pool alone has must be newer than what
+        was copied from it."""
+        own = self._infos()
+        if lead.newest == NOBODY or any(info.token == lead.newest for info in own):
             return False
-        has_led = lead.pool == self._writer.uuid
-        return not (has_led and lead.commit <= self._writer.catalogue().root.sequence)
+        if lead.pool != self._writer.uuid:
+            return True
+        if lead.term == self._led:
+            return False
+        there = {info.token for info in self._there.infos(self._model)}
+        alone = [info.commit for info in own if info.token not in there]
+        return not alone or min(alone) <= lead.commit
 
     def _went_on(
         self, lead: said.Led, there: Sequence[VersionInfo], foreign: Collection[VersionInfo]
@@ -305,10 +318,10 @@ class Leader(PoolCopier):
 
     def _copy_all(self) -> None:
         lead = self._there.ask(self._model)
-        if (lead.term, lead.pool) != (self._term, self._writer.uuid):
-            if self._term and lead.term >= self._term:
+        if (lead.term, lead.pool) != (self.term, self._writer.uuid):
+            if self.term and lead.term >= self.term:
                 raise ElsewhereError(self._went_on(lead, self._there.infos(self._model), ()))
-            self._term = 0  # the other host has lost its memory, or its disk
+            self.term = 0  # the other host has lost its memory, or its disk
             self._take(lead, may_fetch=False)
         while True:  # ends: each turn but the last copies something
             there = self._there.infos(self._model)
@@ -323,7 +336,7 @@ class Leader(PoolCopier):
             if missing:
                 self._copy(missing[0], there, gone)
             elif gone:
-                self._there.pool.let_go(gone, self._model, self._term)
+                self._there.pool.let_go(gone, self._model, self.term)
             else:
                 return
 
@@ -350,8 +363,7 @@ class Leader(PoolCopier):
                 late=is_late,
                 steady=is_late,
             )
-            commit = self._writer.catalogue().root.sequence
-            draft = HostDraft(pool, snapshot, term=self._term, commit=commit)
+            draft = HostDraft(pool, snapshot, term=self.term, commit=info.commit)
 
             def share(before: VersionRecord, indices: np.ndarray, stop: Stop) -> bool:
                 return draft.share(before, indices, blank, stop)

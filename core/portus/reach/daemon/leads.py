@@ -22,8 +22,8 @@ _NAME: Final = "leads"
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """A lead of a model, by a pool of this host or of a first one, in a ``term``. ``commit``: one
-    that the pool has reached. ``who``: its process, for messages."""
+    """A lead of a model, by a pool of this host or of a first one, in a ``term``. ``commit``:
+    there, of the newest version that was copied from it. ``who``: its process, for messages."""
 
     term: int
     pool: bytes
@@ -67,7 +67,7 @@ class Leads:
             return self._put(model, Lead(self.of(model).term + 1, pool, commit, who))
 
     def reach(self, model: str, commit: int) -> None:
-        """Note a commit that the leader's pool has reached."""
+        """Note the commit, in the leader's pool, of a version that was copied."""
         with self._guard:
             lead = self.of(model)
             if commit > lead.commit:

@@ -112,13 +112,15 @@ class Replica(Copies[Leader]):
     @contextlib.contextmanager
     def committing(self, model: str, term: int, commit: int = 0) -> Iterator[None]:
         """Require as ``require`` does, and let nobody else take the lead within a copy of another
-        host. commit: the newest one of its pool."""
+        host. commit: that of the copied version in its pool."""
         # A client that claims the model here finds the copy, or has it refused (decision 0156).
         with self._lock_of(model) if term else contextlib.nullcontext():
             self.require(model, term)
-            if term:
-                self._leads.reach(model, commit)
             yield
+            if term:
+                # Not before: a version of that commit that is not here would look like one of
+                # another history.
+                self._leads.reach(model, commit)
 
     def settle(self, model: str, token: bytes) -> None:
         """Return once both hosts have a version, as far as two can have it: see
@@ -152,7 +154,8 @@ class Replica(Copies[Leader]):
             if lead.pool != own:
                 self._leads.take(model, own, self._writer.catalogue().root.sequence, who())
         elif self._other is not None:
-            leader = Leader(self._other, self._tenant, model, self._writer)
+            led = 0 if before is None else before.term
+            leader = Leader(self._other, self._tenant, model, self._writer, led)
             why_not = leader.lead()
             self._follow(leader, model)
             if why_not:

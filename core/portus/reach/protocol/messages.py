@@ -204,8 +204,8 @@ class Claim(Message, frozen=True):
 class Begin(Message, frozen=True):
     """A save of storages of these lengths. ``handles``: for a transport that accesses them
     directly, one of each, valid as long as the save lives; empty on a stream. ``term``: of a first
-    host, which copies the version, the term in which it leads the model, and the newest ``commit``
-    of its pool; 0: a client with a claim saves."""
+    host, which copies the version, the term in which it leads the model, and the ``commit`` of the
+    version in its pool; 0: a client with a claim saves."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     step: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -359,7 +359,8 @@ class Settle(Message, frozen=True):
 class Lead(Message, frozen=True):
     """A request of a first host: let ``pool`` lead the model in a new term, if its last term is
     ``term``, and its newest version here that of the token ``newest`` (zeros: there is none).
-    ``commit``: the newest one of that pool. ``who``: for messages. A pool of zeros only asks."""
+    ``commit``: that of the newest version there which is copied here. ``who``: for messages. A pool
+    of zeros only asks."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     pool: Token
@@ -372,8 +373,8 @@ class Lead(Message, frozen=True):
 @MESSAGES.message(81, "LED")
 class Led(Message, frozen=True):
     """The answer to ``Lead``: who leads the model now, and whether that was ``granted`` by this
-    request. ``term``: 0 if no host has led it. ``commit``: one that the leader's pool has reached;
-    if it has an older one, it is an old copy."""
+    request. ``term``: 0 if no host has led it. ``commit``: that of the newest version
+    that was copied from the leader's pool, there."""
 
     granted: bool
     pool: Token

@@ -214,8 +214,8 @@ class HostDraft:
     def __init__(
         self, pool: HostPool, snapshot: Snapshot, *, term: int = 0, commit: int = 0
     ) -> None:
-        """term: of a host that copies a version there, the one in which it leads the model, and the
-        newest ``commit`` of its pool; 0: a client saves."""
+        """term: of a host that copies a version there, the one in which it leads the model, and its
+        ``commit`` in the pool of that host; 0: a client saves."""
         self._pool: Final = pool
         self._lead: Final = term, commit
         self._lengths: Final = snapshot.length
