@@ -382,6 +382,20 @@ def test_a_version_that_rotted_in_the_first_pool_is_not_copied_and_later_ones_ar
         assert_same(saver.load(), state(3))
 
 
+def test_a_version_that_was_removed_at_the_second_host_does_not_come_back_as_its_newest(
+    two: Two,
+) -> None:
+    """A takeover would go on from it."""
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=None) as saver:
+        saved(saver, 1, 2)
+        with contextlib.closing(HostPool(url(two.second))) as pool:
+            pool.let_go([saver.versions()[0].token])
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=None) as saver:
+        saved(saver, 3)
+        assert two.first.house.pools.of("default").replica.missing() == []
+    assert steps_at(two.second) == [2, 3]
+
+
 def test_a_second_host_that_lost_its_memory_gets_all_again(tmp_path: Path) -> None:
     address = Address(Scheme.TCP, host="127.0.0.1", port=free_port())
     with ExitStack() as first:

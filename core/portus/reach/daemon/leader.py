@@ -330,9 +330,7 @@ class Leader(PoolCopier):
             kept = {info.token for info in own} | self._unread
             gone = [info.token for info in there if info.token not in kept]
             # Oldest first: a pool is ordered by its commits.
-            missing = [
-                i for i in own if i.token not in self._known and i.token not in self._skipped
-            ]
+            missing = [info for info in self.backlog() if info.token not in self._skipped]
             if missing:
                 self._copy(missing[0], there, gone)
             elif gone:
@@ -390,7 +388,10 @@ class Leader(PoolCopier):
         return self._last
 
     def _tokens_there(self) -> Collection[bytes]:
-        return self._known
+        own = [info.token for info in self._infos()]
+        last = max((n for n, token in enumerate(own) if token in self._known), default=-1)
+        # An older one was removed there: copied again, it would be the newest.
+        return {*self._known, *own[: last + 1]}
 
     def _note(self, known: Collection[bytes]) -> None:
         with self._changed:
