@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace
 
 import portus
+from portus.engine.copying.segments import Stop
 from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
 from portus.reach.daemon.leads import Lead
 from portus.reach.daemon.main import prepare
@@ -380,6 +381,30 @@ def test_a_version_that_rotted_in_the_first_pool_is_not_copied_and_later_ones_ar
     assert "step 2 is not mirrored" in caplog.text
     with portus.PoolCheckpointer(url(two.second), "net") as saver:
         assert_same(saver.load(), state(3))
+
+
+def test_the_last_whole_version_stays_at_the_second_host_while_the_first_has_none(
+    tmp_path: Path, two: Two
+) -> None:
+    """Of one that replaced it, and rotted before it was copied."""
+    writer = two.first.house.pools.of("default").writer
+    with portus.PoolCheckpointer(url(two.first), "net", keep=1) as saver:
+        saved(saver, 1)
+        until(lambda: steps_at(two.second) == [1])
+        two.cut()
+        saved(saver, 2)
+        [entry] = writer.catalogue().entries()
+        record = writer.record(entry)
+        [number] = [n for n, length in enumerate(record.length) if length == 64 * 4]
+        with open(tmp_path / "first" / "default.portus", "r+b") as file:
+            file.seek(record.storage_extents(number)[0].offset)
+            file.write(b"rot")
+        two.heal()
+        leader = two.first.house.pools.of("default").replica._copiers["net"]
+        until(lambda: bool(leader._skipped))
+        with pytest.raises(TransportError):
+            leader.wait_until_copied(entry.info.token, Stop())
+    assert steps_at(two.second) == [1]
 
 
 def test_a_version_that_was_removed_at_the_second_host_does_not_come_back_as_its_newest(

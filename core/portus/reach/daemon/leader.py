@@ -333,7 +333,7 @@ class Leader(PoolCopier):
             missing = [info for info in self.backlog() if info.token not in self._skipped]
             if missing:
                 self._copy(missing[0], there, gone)
-            elif gone:
+            elif gone and not (own and own[-1].token in self._skipped):  # else it would have none
                 self._there.pool.let_go(gone, self._model, self.term)
             else:
                 return
