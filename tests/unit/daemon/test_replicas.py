@@ -492,6 +492,23 @@ def test_an_old_copy_of_the_pool_that_led_takes_nothing_for_removed(
         assert steps_at(two.second) == [2, 3]
 
 
+def test_a_copy_of_the_pool_of_the_second_host_leads_nothing(tmp_path: Path, two: Two) -> None:
+    """Else what the second host did afterwards would count as removed by the first."""
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+        saved(saver, 1)
+    with portus.PoolCheckpointer(url(two.second), "net", durable=2, keep=None) as saver:
+        saved(saver, 2)
+        (tmp_path / "copy").mkdir()
+        shutil.copy(tmp_path / "second" / "default.portus", tmp_path / "copy")
+        saved(saver, 3)
+    with (
+        serving(tmp_path / "copy", replica=url(two.second)) as copy,
+        pytest.raises(UsageError, match="start one of the two with an empty pool"),
+    ):
+        portus.PoolCheckpointer(url(copy), "net", durable=2)
+    assert steps_at(two.second) == [1, 2, 3]
+
+
 def test_a_copy_that_arrives_late_is_refused_once_another_host_leads(two: Two) -> None:
     """So are a removal, and a request to lead that was sent before."""
     with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:

@@ -74,8 +74,14 @@ class Replica(Copies[Leader]):
 
     def answer(self, message: said.Lead) -> said.Led:
         """Return who leads a model; the pool of another host from now on, if it may. Raise
-        ``BusyError`` while a client of this host saves the model."""
+        ``BusyError`` while a client of this host saves the model, ``UsageError`` for a copy of the
+        pool of this host: nothing would tell the two apart."""
         model = message.model
+        if message.pool == self._writer.uuid:
+            raise UsageError(
+                "the pool of the first host is a copy of the second one's pool, or the other way "
+                "round: start one of the two with an empty pool, and all is copied to it"
+            )
         self._leads.check()
         with self._lock_of(model):
             lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)
