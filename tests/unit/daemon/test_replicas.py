@@ -26,9 +26,11 @@ from portus.reach.daemon.server import Server
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
+from portus.reach.transport.dial import Credentials
+from portus.reach.transport.host import Links
 from portus.reach.versions.host import HostPool
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
-from tests.moments import until
+from tests.moments import is_in, until
 from tests.same import assert_same
 from tests.simulation.lossy import LossyLink
 from tests.unit.cli.scene import pointing
@@ -419,6 +421,17 @@ def test_a_version_that_was_removed_at_the_second_host_does_not_come_back_as_its
         saved(saver, 3)
         assert two.first.house.pools.of("default").replica.missing() == []
     assert steps_at(two.second) == [2, 3]
+
+
+def test_a_trainer_that_ends_while_it_waits_for_the_second_host_keeps_no_claim(two: Two) -> None:
+    """Nor does it keep a host from ending."""
+    links = Links(parse(url(two.first)), Credentials.from_environment(), model="net")
+    link = links.borrow()
+    link.send(said.Settle("net", b"t" * 16))
+    until(lambda: any(is_in(each, "wait_until_copied") for each in threading.enumerate()))
+    links.cut()
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
+        saved(saver, 1)
 
 
 def test_a_second_host_that_lost_its_memory_gets_all_again(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Final
@@ -56,6 +57,9 @@ TOLD_S: Final = 300.0
 
 ANSWER_S: Final = 10.0
 """Seconds that the other host may stay silent: a client waits for its claim meanwhile."""
+
+_POLL_S: Final = 0.2
+"""Seconds between two looks whether the client that waits is still there."""
 
 _ABREAST: Final = 4
 """Models that are copied at the same time."""
@@ -200,10 +204,10 @@ class Leader(PoolCopier):
             if there.ask(self._model).pool not in (NOBODY, there.pool.uuid):
                 self._fetch(there.infos(self._model))
 
-    def wait_until_copied(self, token: bytes) -> None:
+    def wait_until_copied(self, token: bytes, stop: Stop) -> None:
         """Return when the other host has the version of that token; for 16 zeros, when this host
         leads. Raises ``StaleError`` if it never will, ``TransportError`` after a failed try, or if
-        it took too long."""
+        it took too long, ``StoppedError``."""
 
         def is_told() -> bool:
             return bool(self.term) if token == NOBODY else token in self._known
@@ -213,9 +217,10 @@ class Leader(PoolCopier):
             has_failed = self._tries != tries or bool(self.why_over)
             return is_told() or has_failed or self._ended or token in self._skipped
 
-        tries = self._tries
+        tries, until_s = self._tries, time.monotonic() + TOLD_S
         with self._changed:
-            self._changed.wait_for(is_over, TOLD_S)
+            while not self._changed.wait_for(is_over, _POLL_S) and time.monotonic() < until_s:
+                stop.check()
         if not is_told():
             self.require()
             raise TransportError(f"it is not at {self.address} yet. {self.failure}")

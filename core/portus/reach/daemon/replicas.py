@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Set
 from typing import Final
 
+from portus.engine.copying.segments import Stop
 from portus.errors import (
     BusyError,
     PortusError,
@@ -128,12 +129,12 @@ class Replica(Copies[Leader]):
                 # another history.
                 self._leads.reach(model, commit)
 
-    def settle(self, model: str, token: bytes) -> None:
+    def settle(self, model: str, token: bytes, stop: Stop) -> None:
         """Return once both hosts have a version, as far as two can have it: see
         ``Leader.wait_until_copied``. Raise ``UsageError`` if this host alone has the model."""
         leader = self._copiers.get(model)
         if leader is not None:
-            leader.wait_until_copied(token)
+            leader.wait_until_copied(token, stop)
         elif not self._leads.of(model).term:
             raise UsageError(
                 f"model {model!r} is on this host alone: durable=2 takes one that is served with "

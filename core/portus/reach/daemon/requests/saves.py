@@ -232,7 +232,8 @@ def settle(guest: Guest, message: said.Settle) -> Said:
     """Wait until the replica has a version too, and answer."""
     if message.model not in guest.claims:
         raise UsageError(f"model {message.model!r} is not claimed here")
-    guest.hosted.replica.settle(message.model, message.token)
+    with guest.link.working() as stop:  # a trainer that was killed keeps no claim
+        guest.hosted.replica.settle(message.model, message.token, stop)
     return said.Done()
 
 
