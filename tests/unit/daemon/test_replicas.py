@@ -432,6 +432,8 @@ def test_a_trainer_that_ends_while_it_waits_for_the_second_host_keeps_no_claim(t
     links.cut()
     with portus.PoolCheckpointer(url(two.first), "net", durable=2) as saver:
         saved(saver, 1)
+    replica = two.first.house.pools.of("default").replica
+    until(lambda: not replica._claims and not replica._locks)
 
 
 def test_a_second_host_that_lost_its_memory_gets_all_again(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ class Replica(Copies[Leader]):
         super().__init__(tenant, writer)
         self._leads: Final = leads
         self._other: Final = other
-        self._locks: Final[dict[str, threading.Lock]] = {}
+        self._locks: Final[dict[str, tuple[threading.Lock, int]]] = {}
+        """The lock of each model, and how many threads use it."""
         self._claims: Final[Counter[str]] = Counter()
         if other is not None:
             own = set(writer.catalogue().models)
@@ -62,7 +63,7 @@ class Replica(Copies[Leader]):
         """Count one more connection that is about to save a model. For the first one, take the lead
         of the model, if two hosts keep it. Blocks while versions are fetched. Raises as
         ``Leader.lead``."""
-        with self._lock_of(model):
+        with self._locking(model):
             if not self._claims[model]:
                 # Once for all connections of the client that has the claim.
                 self._lead(model)
@@ -70,8 +71,10 @@ class Replica(Copies[Leader]):
 
     def release(self, model: str) -> None:
         """Count one connection less."""
-        with self._lock_of(model):
+        with self._locking(model):
             self._claims[model] -= 1
+            if not self._claims[model]:
+                del self._claims[model]
 
     def answer(self, message: said.Lead) -> said.Led:
         """Return who leads a model; the pool of another host from now on, if it may. Raise
@@ -84,7 +87,7 @@ class Replica(Copies[Leader]):
                 "round: start one of the two with an empty pool, and all is copied to it"
             )
         self._leads.check()
-        with self._lock_of(model):
+        with self._locking(model):
             lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)
             newest = listed[-1].info.token if listed else NOBODY
             granted = False
@@ -121,7 +124,7 @@ class Replica(Copies[Leader]):
         """Require as ``require`` does, and let nobody else take the lead within a copy of another
         host. commit: that of the copied version in its pool."""
         # A client that claims the model here finds the copy, or has it refused (decision 0156).
-        with self._lock_of(model) if term else contextlib.nullcontext():
+        with self._locking(model) if term else contextlib.nullcontext():
             self.require(model, term)
             yield
             if term:
@@ -192,6 +195,18 @@ class Replica(Copies[Leader]):
             self._copiers[model] = leader
         leader.wake()
 
-    def _lock_of(self, model: str) -> threading.Lock:
+    @contextlib.contextmanager
+    def _locking(self, model: str) -> Iterator[None]:
+        """Hold the lock of a model. It exists while someone has it or waits for it: clients choose
+        the names."""
         with self._guard:
-            return self._locks.setdefault(model, threading.Lock())
+            lock, users = self._locks.get(model, (threading.Lock(), 0))
+            self._locks[model] = lock, users + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._guard:
+                lock, users = self._locks.pop(model)
+                if users > 1:
+                    self._locks[model] = lock, users - 1
