@@ -169,6 +169,30 @@ def test_a_pointer_loads_from_the_second_host_when_the_first_one_is_gone(tmp_pat
         assert told.returncode == 0, told.stderr
 
 
+def test_a_load_takes_no_lead(tmp_path: Path, two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a process that does not reach the first host, and has a pointer to a version that went."""
+    settings = portus.Settings(durable=2, journal=False, on_error="raise")
+    pool = portus.Place.parse(two.both)
+    with contextlib.closing(portus.TrainingFiles(settings, pool=pool)) as files:
+        files.begin("net", str(tmp_path / ".portus"), str(tmp_path))
+        path = tmp_path / "a.ckpt"
+        files.save(state(1), str(path), 1).wait()
+        shutil.copy(path, tmp_path / "old.ckpt")
+        files.save(state(2), str(path), 2).wait()
+        program = (
+            "import portus\n"
+            f"assert portus.load({str(path)!r})['step'] == 2\n"
+            f"portus.load({str(tmp_path / 'old.ckpt')!r})\n"
+        )
+        second = two.second.listeners[0].port
+        told = in_process(
+            program, PORTUS_POOL=f"portus://127.0.0.1:{free_port()}+127.0.0.1:{second}"
+        )
+        assert "no storage host answers" in told.stderr
+        files.save(state(3), str(path), 3).wait()
+    assert two.lead().term == 1
+
+
 def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
     two: Two, caplog: pytest.LogCaptureFixture
 ) -> None:

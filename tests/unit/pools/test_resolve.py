@@ -27,6 +27,7 @@ from portus.engine.loading.checkpoint_file import (
 from portus.engine.loading.restore_over import RestoreOptions
 from portus.engine.media.read_file import Pace
 from portus.errors import CorruptionError, MediumError, TransportError, UsageError
+from portus.reach.files import home
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference, encode
 from portus.reach.index import roots
@@ -109,13 +110,13 @@ def forget() -> None:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The places that are opened, in order."""
     seen: list[str] = []
-    open_place = resolve._open
+    open_place = home.open_place
 
-    def watched(place: portus.Place, *others: Any) -> Any:
+    def watched(place: portus.Place) -> Any:
         seen.append(place.path)
-        return open_place(place, *others)
+        return open_place(place)
 
-    monkeypatch.setattr(resolve, "_open", watched)
+    monkeypatch.setattr(home, "open_place", watched)
     return seen
 
 
@@ -398,17 +399,17 @@ def test_a_pointer_that_is_replaced_while_it_is_followed_is_read_again(
 ) -> None:
     """The save that replaces it removes the version that it led to."""
     path = run.save("last.ckpt", 1)
-    open_place = resolve._open
+    open_place = home.open_place
     saved = 1
 
-    def replace_and_open(place: portus.Place, *others: Any) -> Any:
+    def replace_and_open(place: portus.Place) -> Any:
         nonlocal saved
         if saved < 3:
             saved += 1
             run.save("last.ckpt", saved)
-        return open_place(place, *others)
+        return open_place(place)
 
-    monkeypatch.setattr(resolve, "_open", replace_and_open)
+    monkeypatch.setattr(home, "open_place", replace_and_open)
     assert torch.load(path)["step"] == 3
     saved = 1
     assert load_file(path)["step"] == 3

@@ -225,11 +225,6 @@ class Place:
         assert self.kind is PlaceKind.HOST
         return parse(self.path)
 
-    @property
-    def has_replica(self) -> bool:
-        """True for a storage host that has a replica."""
-        return self.kind is PlaceKind.HOST and self.address.second is not None
-
     def pool_of(self, name: str) -> Place:
         """Return the one pool of the writer called ``name``."""
         return self.pool_in(quote(name) + SUFFIX) if self.is_directory else self

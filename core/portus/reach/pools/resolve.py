@@ -157,16 +157,15 @@ def _use(
     path: str | None,
     use: Callable[[PoolReader, VersionEntry, Reference], Result],
 ) -> Result:
+    from portus.reach.files.home import open_place  # it is heavy
+
     for _ in range(_TRIES):
         failure: PortusError | None = None
         was_found = False
         token = bytes.fromhex(reference.token)
         for place, is_allowed in _candidates(reference, path):
-            has_replica = place.has_replica
-            if has_replica and failure is None:
-                continue  # both answered
             try:
-                with contextlib.closing(_open(place, reference, has_replica)) as reader:
+                with contextlib.closing(open_place(place)) as reader:
                     is_it = reader.uuid.hex() == reference.pool
                     was_found = was_found or is_it
                     entry = reader.catalogue().of_token(token) if is_it or is_allowed else None
@@ -211,8 +210,6 @@ def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place,
         for each in pools:
             seen.add(each.path)
             yield each, True
-    hosts = [host for place in _allowed_places() for host in place.hosts]
-    yield from ((host, True) for host in hosts if host.has_replica)
     named = [reference.pool_path]
     # Also by the relative path from the pointer to the pool: a run may have been moved as a whole.
     if path is not None and os.path.isabs(reference.pool_path):
@@ -238,17 +235,6 @@ def _here(path: str) -> Place | None:
     is_file = stat.S_ISREG(mode) and path.endswith(SUFFIX)
     is_pool = is_file or (stat.S_ISCHR(mode) and is_device(path))
     return Place.parse(path) if is_pool else None
-
-
-def _open(place: Place, reference: Reference, has_replica: bool) -> PoolReader:
-    """Return the pool at a place; for a host that has failed, that of its replica, which leads from
-    then on. Raises as opening does."""
-    from portus.reach.files.home import open_place  # they are heavy
-    from portus.reach.versions.host import HostPool
-
-    if has_replica:
-        return HostPool(place.path, reference.model, claim_s=0)
-    return open_place(place)
 
 
 def _arguments_of_torch_load(frame: FrameType | None) -> dict[str, object]:

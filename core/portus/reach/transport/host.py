@@ -33,7 +33,6 @@ from portus.engine.copying.local import BATCH, best_engine
 from portus.engine.copying.segments import Digests, Segments, Sources, Stop, cut, owners
 from portus.engine.media.base import MediumInfo, MediumKind, ReadOnlyMedium
 from portus.errors import (
-    BusyError,
     MediumError,
     PortusError,
     StaleError,
@@ -97,14 +96,12 @@ class Links:
         credentials: Credentials,
         *,
         model: str | None = None,
-        claim_s: float | None = None,
         durable: int = 1,
         silence_s: float | None = None,
     ) -> None:
-        """Connect. model: the model that this client saves, and no other client. claim_s: the
-        longest wait for another client to release it; None: the host's. durable: 2 for a host that
-        has a replica, and leads. silence_s: of a first host, the longest silence of its replica,
-        which it reaches by the socket alone; None: this is no host.
+        """Connect. model: the model that this client saves, and no other client. durable: 2 for a
+        host that has a replica, and leads. silence_s: of a first host, the longest silence of its
+        replica, which it reaches by the socket alone; None: this is no host.
 
         Raises ``TransportError`` if no host answers, and a refusal of the host as an error.
         """
@@ -124,7 +121,6 @@ class Links:
         self._settled = self._wish is Transport.TCP or silence_s is not None
         self._lanes: Final[weakref.WeakKeyDictionary[Link, QueuePair]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
-        self._claim_s: Final = claim_s
         self._credentials = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
@@ -403,7 +399,8 @@ class Links:
         self._of[link] = (at, welcome)
         try:
             if self._claim is not None:
-                self._claim_on(link, msgspec.structs.replace(self._claim, second=at == 1))
+                claim = msgspec.structs.replace(self._claim, second=at == 1)
+                expect(link.ask(claim), said.Done)
                 if self._durable > 1 and not self._was_in:
                     # A host that does not lead the model may lack its newest version, and its
                     # commits would not count.
@@ -427,16 +424,6 @@ class Links:
         self._credentials = fresh
         _log.info("%s: accepted with the new secret in %s", address, fresh.secret_path)
         return dialled
-
-    def _claim_on(self, link: Link, claim: said.Claim) -> None:
-        try:
-            expect(link.ask(claim, self._claim_s), said.Done)
-        except SilentError as error:
-            if self._claim_s is None:
-                raise
-            raise BusyError(
-                errno.EAGAIN, f"{self.address}: another client saves model {claim.model!r}"
-            ) from error
 
 
 class HostMedium(ReadOnlyMedium):

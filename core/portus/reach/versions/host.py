@@ -72,12 +72,10 @@ class HostPool(PoolReader):
         address: str,
         model: str | None = None,
         *,
-        claim_s: float | None = None,
         durable: int = 1,
         links: Links | None = None,
     ) -> None:
-        """model: the one to save, as the only client; None: to look at the pool. claim_s: the
-        longest wait for another client to release the model; None: the host's. durable: 2 if a
+        """model: the one to save, as the only client; None: to look at the pool. durable: 2 if a
         commit counts only once the replica of the host has it, too. links: if there are connections
         already. Raises ``TransportError`` if no host answers, ``UsageError`` for a wrong secret,
         ``BusyError``."""
@@ -85,7 +83,6 @@ class HostPool(PoolReader):
             parse(address),
             Credentials.from_environment(),
             model=model,
-            claim_s=claim_s,
             durable=durable,
         )
         self.durable: Final = durable
