@@ -86,7 +86,8 @@ class Replica(Copies[Leader]):
                 "the pool of the first host is a copy of the second one's pool, or the other way "
                 "round: start one of the two with an empty pool, and all is copied to it"
             )
-        self._leads.check()
+        if self._other is None:  # else it is a client that asks, of the first host
+            self._leads.check()
         with self._locking(model):
             lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)
             newest = listed[-1].info.token if listed else NOBODY
@@ -163,6 +164,13 @@ class Replica(Copies[Leader]):
         if lead.term:
             if lead.pool != own:
                 self._leads.take(model, own, self._writer.catalogue().root.sequence, who())
+            if self._other is not None:
+                self._tell_away(
+                    f"model {model!r} is saved here alone, WITHOUT {self.name}: another host led "
+                    f"it, and this is its second one. Serve an empty pool with --replica and the "
+                    "address of this host, and name that host first",
+                    model=model,
+                )
         elif self._other is not None:
             led = 0 if before is None else before.term
             leader = Leader(self._other, self._tenant, model, self._writer, led)
