@@ -227,6 +227,41 @@ def test_of_two_sides_that_do_not_reach_each_other_one_alone_commits(
         assert_same(resumed.load(), state(3))
 
 
+@pytest.mark.parametrize("at", ["first", "second"])
+def test_of_two_clients_that_leave_each_other_behind_one_goes_on(two: Two, at: str) -> None:
+    """The one that was cut off, and comes back when the other one has saved at the other host."""
+    servers = {"first": two.first, "second": two.second}
+    with ExitStack() as ways:
+        links = [
+            ways.enter_context(LossyLink("127.0.0.1", each.listeners[0].port))
+            for each in servers.values()
+        ]
+        both = f"portus://127.0.0.1:{links[0].port}+127.0.0.1:{links[1].port}"
+        if at == "second":
+            with portus.PoolCheckpointer(two.both, "net") as saver:
+                saved(saver, 1)
+            until(lambda: steps_at(two.second) == [1])
+            links[0].cut_after = 0
+        left = ways.enter_context(portus.PoolCheckpointer(both, "net", durable=2, keep=None))
+        saved(left, 2)
+        for link in links:
+            link.cut_after = 0
+            link.cut()
+        other = servers["first" if at == "second" else "second"]
+        with portus.PoolCheckpointer(url(other), "net", durable=2, keep=None) as right:
+            assert_same(right.load(), state(2))
+            saved(right, 3)
+            for link in links:
+                link.cut_after = None
+            for step in (4, 5):
+                with pytest.raises(TransportError, match="another client"):
+                    saved(left, step)
+            saved(right, 6)
+        with pytest.raises(TransportError, match="another client has saved model 'net'"):
+            saved(left, 7)
+    assert steps_at(two.second)[-2:] == [3, 6]
+
+
 def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_superseded(
     two: Two, caplog: pytest.LogCaptureFixture
 ) -> None:

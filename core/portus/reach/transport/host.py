@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -83,6 +83,9 @@ _PAUSE_MIN_S: Final = 0.5
 _PAUSE_MAX_S: Final = 10.0
 _BYTES_S_MIN: Final = 10e6
 
+_OWN_MAX: Final = 1000
+"""Versions of a client that it knows as its own, at most."""
+
 _IDLE_MAX: Final = 4
 """Unused connections that are kept open."""
 
@@ -121,6 +124,8 @@ class Links:
         self._settled = self._wish is Transport.TCP or silence_s is not None
         self._lanes: Final[weakref.WeakKeyDictionary[Link, QueuePair]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
+        self._own: Final = deque[bytes]([bytes(16)], _OWN_MAX)
+        """The tokens of versions that are the newest of the model while no other client saves."""
         self._credentials = credentials
         self._guard: Final = threading.Lock()
         self._idle: list[Link] = []
@@ -399,8 +404,11 @@ class Links:
         self._of[link] = (at, welcome)
         try:
             if self._claim is not None:
+                # Before the claim too: it would end the saves of a client of the other host.
+                self._require_alone(link, self._claim.model)
                 claim = msgspec.structs.replace(self._claim, second=at == 1)
                 expect(link.ask(claim), said.Done)
+                self._require_alone(link, self._claim.model)
                 if self._durable > 1 and not self._was_in:
                     # A host that does not lead the model may lack its newest version, and its
                     # commits would not count.
@@ -410,6 +418,24 @@ class Links:
             link.close()
             raise
         return link
+
+    def note_save(self, token: bytes) -> None:
+        """Note the token of a version that this client begins to save."""
+        self._own.append(token)
+
+    def _require_alone(self, link: Link, model: str) -> None:
+        """Raise ``StaleError`` if another client saved the model, of two hosts, while this one was
+        cut off: both would go on from different versions."""
+        if len(self._hosts) == 1:
+            return  # one host refuses the second client
+        newest = expect(link.ask(said.Lead(model, bytes(16), 0, "", 0, bytes(16))), said.Led).newest
+        if not self._was_in:
+            self._own.append(newest)
+        elif newest not in self._own:
+            raise StaleError(
+                f"{link.name}: another client has saved model {model!r} while this one was cut "
+                "off. Nothing of this one counts any more: stop one of the two"
+            )
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
         """Return a connection that is greeted. After a refusal the secret is read again, since it

@@ -371,6 +371,7 @@ class HostDraft:
                     term=term,
                     commit=commit,
                 )
+                links.note_save(snapshot.token)
                 expect(link.ask(begin, links.answer_s), said.Done)
         except BaseException:
             links.revoke(link)
