@@ -25,6 +25,8 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import State
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.pools.checkpointer import PoolCheckpointer
+from tests.moments import until
+from tests.same import assert_same
 from tests.unit.cli.scene import portus, portus_json, state
 
 
@@ -107,7 +109,7 @@ def test_ls_lists_what_a_mirror_has(scene: Scene) -> None:
     [model] = document["pools"][0]["models"]
     assert model["name"] == "net"
     assert [each["step"] for each in model["versions"]] == [10, 20, 30]
-    assert model["term"] == 1
+    assert model["term"] == 2
 
 
 def test_ls_passes_over_a_model_that_cannot_be_read_and_says_why(scene: Scene) -> None:
@@ -500,6 +502,25 @@ def test_repair_makes_a_lost_log_anew_from_the_digests_beside_the_files(
     assert "2 files read, 2 damaged" in out
     said = portus("verify", url)
     assert (said.code, said.out.count("healthy")) == (0, 3), said
+
+
+def test_a_run_that_mirrors_while_its_lost_log_is_made_anew_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the number of its next entry free, behind those of the repair."""
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    log = tmp_path / "bucket/run/_portus/log"
+    with face.Checkpointer("run", keep=None, mirror=url, on_error="raise") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step).wait()
+            until(lambda step=step: len(list(log.iterdir())) == 1 + step)  # type: ignore[misc]
+        shutil.rmtree(log)
+        assert portus("mirror", "repair", url, "--files", "run").code == 0
+        checkpointer.save(state(4), 4).wait()
+    shutil.rmtree("run")
+    with face.Checkpointer("run", mirror=url) as fresh:
+        assert_same(fresh.load(), state(4))
 
 
 def test_a_damaged_file_of_a_lost_log_is_named_and_an_earlier_one_is_loaded(

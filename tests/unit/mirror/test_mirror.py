@@ -334,7 +334,7 @@ def test_who_is_superseded_is_told_by_whom_and_may_go_on_after_who_was_passing(r
     run.claim()
     run.copy(1)
     Mirror(run.bucket, MODEL).claim("job 17 on node 3", POOL, 0)
-    with pytest.raises(SupersededError, match="term 4: job 17 on node 3 continues with it") as told:
+    with pytest.raises(SupersededError, match="term 5: job 17 on node 3 continues with it") as told:
         run.mirror.note([Removed(bytes(16))])
     assert not told.value.passing
 
@@ -404,7 +404,7 @@ def test_what_is_mended_from_a_fresh_node_s_pool_keeps_its_place_in_the_history(
     assert not other.suspects()
     found = other.read().newest
     assert found is not None
-    assert (found.token, found.term, found.commit) == (added[2].token, 1, 4)
+    assert (found.token, found.term, found.commit) == (added[2].token, 2, 4)
     assert same(loaded_by(run, found), state_of(3))
     writer.close()
 

@@ -183,7 +183,9 @@ class MirrorLog:
         while self._own is None:  # ends: as in ``note``
             state, damage = self.state, self.damage
             # A damaged entry may have been a claim: then its term differs from this one.
-            term = state.term + 1 + len(damage)
+            # The first term of a run is 2. If a log is lost, a command makes it anew in term 1: a
+            # run that mirrors there finds the number of its next entry free, and still counts.
+            term = max(state.term + 1 + len(damage), 1 if claimed.passing else 2)
             facts: tuple[Fact, ...] = (claimed,) if state.number else (claimed, *first)
             # After damaged entries it has the whole state, so readers need not look at those.
             if self._put(LogEntry(self.model, term, writer, facts), is_whole=bool(damage)):
