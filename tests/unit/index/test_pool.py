@@ -353,6 +353,18 @@ def test_each_slot_serves_when_the_others_are_damaged() -> None:
             _flip(pool, offset + 50)
 
 
+@pytest.mark.parametrize("offset", SLOT_OFFSETS)
+def test_a_root_of_another_pool_in_one_place_costs_nothing(offset: int) -> None:
+    """A write that was meant for another file, with an intact root in it."""
+    pool, other, page = writer(), writer(), bytearray(PAGE)
+    save(pool, [b"one"], step=1)
+    for step in range(9):
+        save(other, [b"two"], step=step)
+    other.medium.load(offset, memoryview(page))
+    pool.medium.store(offset, page)
+    assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
+
+
 def test_what_a_first_commit_left_in_its_slot_is_gone_once_somebody_opens() -> None:
     medium = Memory(DATA_START)
     format_pool(medium)

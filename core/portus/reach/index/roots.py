@@ -187,8 +187,9 @@ def read_uuid(medium: Medium) -> bytes:
             f"{medium.info.name}: expected a pool of at least {DATA_START} bytes, found "
             f"{medium.size}; was it truncated, or is it not a pool?"
         )
-    for found in filter(None, read_slots(medium)):
-        return found.uuid
+    found = [each.uuid for each in read_slots(medium) if each is not None]
+    if found:
+        return max(found, key=found.count)  # a write meant for another pool may have hit one place
     places = _load_slots(medium)
     if not any(each.startswith(MAGIC) for each in places):
         hint = f"if it was one, `portus rescue {medium.info.name}` lists what is intact"
