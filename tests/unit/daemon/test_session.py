@@ -381,6 +381,12 @@ def test_reading_beyond_the_pool_is_refused(server: Server) -> None:
     refused(server, UsageError, "the pool has", (said.Read(ranges), said.Done))
 
 
+def test_a_request_for_no_bytes_is_answered(server: Server) -> None:
+    with client(server) as link:
+        asked(link, said.Read(b""), said.Done)
+        asked(link, said.Read(pack_column([5, 0, 9, 0])), said.Done)
+
+
 def test_a_pin_that_is_not_held_cannot_be_taken_back(server: Server) -> None:
     refused(server, UsageError, "not pinned", (said.Unpin(5), said.Done))
 

@@ -361,7 +361,7 @@ def test_a_root_of_another_pool_in_one_place_costs_nothing(offset: int) -> None:
     for step in range(9):
         save(other, [b"two"], step=step)
     other.medium.load(offset, memoryview(page))
-    pool.medium.store(offset, page)
+    pool.medium.store(offset, bytes(page))
     assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
 
 

@@ -559,7 +559,7 @@ def give_from(link: Link, medium: Medium, offsets: Column, lengths: Column) -> N
     raises an error, and does not end the process."""
     longest = int(lengths.max()) if len(lengths) else 0
     scratch = memoryview(bytearray(link.scratch(min(GATHER, longest))))
-    for row in range(len(offsets)):
+    for row in np.flatnonzero(lengths).tolist():
         offset, length = int(offsets[row]), int(lengths[row])
         for start in range(0, length, len(scratch)):
             piece = scratch[: length - start]
