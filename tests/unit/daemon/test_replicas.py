@@ -18,7 +18,14 @@ from msgspec.structs import replace
 
 import portus
 from portus.engine.copying.segments import Stop
-from portus.errors import BusyError, PortusError, StaleError, TransportError, UsageError
+from portus.errors import (
+    BusyError,
+    CorruptionError,
+    PortusError,
+    StaleError,
+    TransportError,
+    UsageError,
+)
 from portus.reach.daemon.leads import Lead
 from portus.reach.daemon.main import prepare
 from portus.reach.daemon.options import ServeOptions
@@ -534,6 +541,25 @@ def test_who_leads_is_known_after_the_second_host_was_started_again(
                 saved(left, 3)
             assert steps_at(second) == [1]
             first.close()  # while the other one answers: it waits for that
+
+
+def test_a_damaged_file_of_leads_is_named_until_a_person_removes_it(tmp_path: Path) -> None:
+    """The host that refuses the pool does not keep it."""
+    with (
+        serving(tmp_path / "second") as second,
+        serving(tmp_path / "first", replica=url(second)) as first,
+        portus.PoolCheckpointer(url(first), "net", durable=2) as saver,
+    ):
+        saved(saver, 1)
+    leads = tmp_path / "second" / "default.portus.leads" / "leads"
+    leads.write_bytes(leads.read_bytes()[:-1])
+    with serving(tmp_path / "second") as second:
+        for _ in range(2):
+            with pytest.raises(CorruptionError, match="leads: it is damaged"):
+                portus.PoolCheckpointer(url(second), "net")
+        leads.unlink()
+        with portus.PoolCheckpointer(url(second), "net") as saver:
+            assert_same(saver.load(), state(1))
 
 
 @pytest.mark.parametrize("commits", ["what it is told", "another model", "a new version"])

@@ -243,8 +243,13 @@ class Pools:
             if hosted is None:
                 where = self._where
                 pool = None if where is None else self._pool_of(where, tenant).path
-                hosted = HostedPool(self, tenant, self._writer(tenant), pool)
-                self._attach(hosted)
+                writer = self._writer(tenant)
+                try:
+                    hosted = HostedPool(self, tenant, writer, pool)
+                    self._attach(hosted)
+                except BaseException:
+                    writer.close()
+                    raise
                 with self._guard:
                     self._open[tenant] = hosted
                     hosted.writer.max_bytes = self._size_max(tenant)  # may be another by now
@@ -258,7 +263,6 @@ class Pools:
         except BaseException:
             if hosted.mirror is not None:
                 hosted.mirror.close(0)
-            hosted.writer.close()
             raise
 
     def open_all(self) -> None:
