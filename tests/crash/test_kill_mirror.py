@@ -109,7 +109,7 @@ def test_what_the_mirror_of_a_host_counts_outlives_each_host_for_plain_torch_too
                 time.sleep(random_.uniform(0, DELAY_S_MAX / 10))
                 host.kill()
             for added in mirror.read().versions:
-                [file] = mirror.manifest(added).manifest.files
+                [file] = added.files.values()
                 found = torch.load(
                     folder / "bucket" / "default" / "net" / file.name, weights_only=False
                 )

@@ -18,7 +18,7 @@ import torch
 from portus.engine.copying.segments import Stop
 from portus.reach.index.directory import open_reader
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import FORMAT_VERSION, STRIDE, Removed
+from portus.reach.mirror.objects import FORMAT_VERSION, STRIDE
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.golden.describe import Describer
 from tests.simulation.model_store import ModelStore
@@ -44,10 +44,9 @@ def mirrored(path: Path, key: bytes | None) -> ModelStore:
         pool = reader.uuid
         mirror.claim("golden", pool, 0)
         added = [
-            mirror.copy(reader, entry.info.id, Stop()).added
-            for entry in reader.catalogue().entries()
+            mirror.copy(reader, entry.info.id, Stop()) for entry in reader.catalogue().entries()
         ]
-    mirror.note([Removed(added[0].token)])
+    mirror.remove_versions([added[0].token])
     while mirror.state.number < (STRIDE + 2 if key is None else 5):
         mirror.claim("golden", pool, 0)
     return bucket

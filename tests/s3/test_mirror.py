@@ -26,7 +26,6 @@ from portus.reach.mirror.address import parse
 from portus.reach.mirror.bucket import Bucket, BucketTimeouts
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import Removed
 from portus.reach.pools.mirror_versions import load_version
 from tests.s3.server import Server
 from tests.same import assert_same
@@ -95,17 +94,16 @@ class Tries:
 def mirrored(
     url: str, reader: PoolReader, mend: Callable[[], None] = lambda: None
 ) -> list[PortusError]:
-    """Claim, mirror all, let go of the first, collect; what failed meanwhile."""
+    """Claim, mirror all, let go of the first, sweep; what failed meanwhile."""
     tries = Tries(mend)
     with contextlib.closing(Bucket(parse(url), ONCE)) as store:
         mirror = Mirror(store, MODEL)
         tries(lambda: mirror.claim("a test", reader.uuid, 0))
         added = [
-            tries(functools.partial(mirror.copy, reader, each, Stop())).added
-            for each in ids(reader)
+            tries(functools.partial(mirror.copy, reader, each, Stop())) for each in ids(reader)
         ]
-        tries(lambda: mirror.note([Removed(added[0].token)]))
-        tries(lambda: mirror.collect(0))
+        tries(lambda: mirror.remove_versions([added[0].token]))
+        tries(mirror.sweep)
         assert [each.step for each in tries(mirror.read).versions] == [2, 3]
     return tries.failed
 
@@ -122,7 +120,7 @@ def assert_loads(url: str, steps: list[int]) -> None:
         assert [each.step for each in versions] == steps
         for added, step in zip(versions, steps, strict=True):
             assert_same(load_version(mirror, added), state_of(step))
-            [file] = mirror.manifest(added).manifest.files
+            [file] = added.files.values()
             assert_same(torch.load(io.BytesIO(store.get(f"{MODEL}/{file.name}"))), state_of(step))
 
 
@@ -182,7 +180,7 @@ def test_of_several_who_mirror_at_once_each_is_told_the_truth(
             with contextlib.suppress(SupersededError):
                 mirror.claim(f"writer {number}", reader.uuid, 0)
                 for each in ids(reader):
-                    told.append(mirror.copy(reader, each, Stop()).added.step)
+                    told.append(mirror.copy(reader, each, Stop()).step)
         return told
 
     with ThreadPoolExecutor(4) as pool:

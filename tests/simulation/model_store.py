@@ -177,17 +177,16 @@ class Unsure(ModelObjects):
         wait_for_turn()
         self._put(name, data)
 
-    def put_object(self, name: str, size: int, data: bytes) -> FileObject:
-        """Put a file of a version, of this size in truth, and what is beside it, in the turn of
-        ``for_each``."""
+    def put_object(self, name: str, data: bytes) -> FileObject:
+        """Put a file of a version, and what is beside it, in the turn of ``for_each``."""
         self._put(name, data)
-        there = FileObject(name, size, digest(data))
+        there = FileObject(name, len(data), digest(data))
         self._put(name + DIGEST_SUFFIX, digest_line(name, there.digest))
         return there
 
     def list(self, folder: str, after: str = "") -> Iterator[ListedObject]:
         self._ask()
-        entries = [*self.bucket.list(folder)]
+        entries = [*self.bucket.list(folder, after)]
         if self._happens(self.odds.stale):
             entries = entries[self._chance.randrange(3) :]  # of a log, the newest
         return iter(entries)
@@ -197,7 +196,7 @@ class Unsure(ModelObjects):
         for each in names:  # a store deletes them one by one, and stops anywhere
             self._delete(each)
 
-    def for_each(self, request: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+    def for_each(self, request: Callable[[_Item], object], items: Sequence[_Item]) -> None:
         wait_for_turn()
         for each in self._chance.sample(items, len(items)):
             request(each)

@@ -98,7 +98,6 @@ LARGE = {
     "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
-    "reach/mirror/objects": "every object that a mirror may have",
     "engine/pipeline/run: Save": "the stages of one save, under one lock",
     "reach/protocol/messages": "every message, declared in one place",
     "companions/shelf/shelf: Shelf": "most methods are those of a mapping",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Final
 
@@ -23,14 +23,13 @@ from portus.errors import (
 )
 from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
-from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import LOG_LOST, Mirrors
-from portus.reach.mirror.object_file import digest_of
-from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded
+from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, FileAdded
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
+from portus.reach.versions.take_files import digest_of
 
 _Versions = dict[bytes, StoredCheckpoint]
 """Versions in the pools of this machine, by their tokens."""
@@ -141,25 +140,29 @@ def _results(
     if mirror.damage:
         retry(partial(claim, mirror, "mirror repair"))  # the claim writes all known facts again
         yield "log", "mended", f"{model}: its log", {"log": True}
-    yield from _count_again(mirrors.files_of(model), root, has_lost)
+    yield from _count_again(mirror, root, has_lost)
     state = mirror.read()
     for token, found in local.items():
         if found.info.model == model and state.version(token) is None:
             retry(partial(_send, mirror, found))
             yield "version", "sent", f"{model}@{found.info.step}", {"step": found.info.step}
-    versions, files = missing(state, ()), [each for each in state.files if not each.link]
+    versions, files = state.missing(()), [each for each in state.files if not each.link]
     total = sum(each.size for each in versions) + sum(each.size for each in files)
     with counter(model, total) as add:
         for added in versions:
-            own = local.get(added.token)
-            result = _repair(mirror, added, partial(_mend_version, mirror, added, own))
+            damaged, result = _damage(mirror, added), "whole"
+            if damaged:
+                result = _mend_version(mirror, added, local.get(added.token), damaged)
             add(added.size)
+            result = "removed" if damaged is None else result
             yield "version", result, f"{model}@{added.step}", {"step": added.step}
         for filed in files:
-            mirrored = mirrors.files_of(model)
-            result = _repair(mirror, filed, partial(_mend_file, mirrored, filed, root))
+            damaged, result = _damage(mirror, filed), "whole"
+            if damaged:
+                result = _mend_file(mirror, filed, root)
             add(filed.size)
             about: dict[str, Json] = {"step": filed.step, "file": filed.path}
+            result = "removed" if damaged is None else result
             yield "file", result, f"{model}: {printable(filed.path)}", about
 
 
@@ -185,21 +188,24 @@ _RESULTS: Final = {
 }
 
 
-def _repair(mirror: Mirror, added: Added | FileAdded, mend: Callable[[], str]) -> str:
-    """Return the result for a version or a file. mend: sends it again, and returns the result."""
+def _damage(mirror: Mirror, added: Added | FileAdded) -> Collection[str] | None:
+    """Return the names of the damaged objects of a version or a file; None if it was removed
+    meanwhile."""
     try:
-        mirror.check(added, lambda _: None)
+        return mirror.find_damage(added, lambda _: None)
     except StaleError:
-        return "removed"
-    except CorruptionError:
-        return mend()
-    return "whole"
+        return None
 
 
-def _mend_version(mirror: Mirror, added: Added, found: StoredCheckpoint | None) -> str:
+def _mend_version(
+    mirror: Mirror, added: Added, found: StoredCheckpoint | None, damaged: Collection[str]
+) -> str:
     with contextlib.suppress(CorruptionError):
         if found is not None:
-            retry(partial(_send, mirror, found, added))
+            with found.open() as opened:
+                assert opened.version is not None
+                reader, number = opened.version.reader, opened.version.record.info.id
+                mirror.mend(added, damaged, reader, number, Stop())
             return "mended"
     return "damaged"
 
@@ -238,7 +244,9 @@ def _count_again(
         yield "file", "counted", path, {"step": each.step, "file": each.path}
     for name in [each.name for each in mirrored.objects_without_entry()]:
         if not name.endswith(DIGEST_SUFFIX):
-            result = "damaged" if has_lost else "uncounted"
+            # What a version was is known to the pool alone, from which it is sent.
+            is_lost = has_lost and not name.startswith(VERSIONS)
+            result = "damaged" if is_lost else "uncounted"
             yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
 
 
@@ -255,17 +263,13 @@ def _time_here(filed: FileAdded, root: str) -> int | None:
     return None
 
 
-def _send(mirror: Mirror, found: StoredCheckpoint, damaged: Added | None = None) -> None:
-    """Send a version from the pool, in place of the damaged one if there is one."""
+def _send(mirror: Mirror, found: StoredCheckpoint) -> None:
+    """Send a version from the pool."""
     # Entries of the log count only for the holder of the term (decision 0141).
     claim(mirror, "mirror repair")
     with found.open() as opened:
         assert opened.version is not None
-        reader, number = opened.version.reader, opened.version.record.info.id
-        if damaged is None:
-            mirror.copy(reader, number, Stop())
-        else:
-            mirror.mend(damaged, reader, number, Stop())
+        mirror.copy(opened.version.reader, opened.version.record.info.id, Stop())
 
 
 def _address(url: str | None) -> StoreAddress:

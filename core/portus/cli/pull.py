@@ -15,7 +15,6 @@ from portus.errors import UsageError
 from portus.reach.files.home import FileHome
 from portus.reach.index.place import DEFAULT_DIRECTORY, Place
 from portus.reach.mirror.address import StoreAddress, parse
-from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors, resolve
 
@@ -105,10 +104,10 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
                 f"newest of step {own[-1].step}: move that pool away, or name another DIR. "
                 f"{_HOW}"
             )
-        wanted = missing(state, infos)
+        wanted = state.missing(infos)
         total = sum(each.size for each in wanted)
         with counter(f"{mirror.model} from {mirror.name}", total) as add:
-            fetched = fill(mirror, state, writer, wanted, add)
+            fetched = mirror.fill(writer, wanted, add)
     finally:
         home.close()
     size = sum(each.size for each in fetched)
@@ -116,7 +115,7 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
         f"{place}: {mirror.model}: {words.count(len(fetched), 'version')}, {words.size(size)} "
         f"from {mirror.name}"
     )
-    numbers = {each.token: n for n, each in enumerate(missing(state, ()), 1)}
+    numbers = {each.token: n for n, each in enumerate(state.missing(()), 1)}
     return {
         "model": mirror.model,
         "pool": place.path,

@@ -22,7 +22,7 @@ from portus.reach.index.directory import open_reader
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import State
+from portus.reach.mirror.objects import Added, State
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.pools.checkpointer import PoolCheckpointer
 from tests.moments import until
@@ -68,6 +68,10 @@ class Scene:
     def files(self) -> list[Path]:
         """Those of the versions, as anybody would use them."""
         return [each for each in self.objects("versions") if each.suffix == ".pt"]
+
+    def file_of(self, added: Added) -> Path:
+        [file] = added.files.values()
+        return Path(parse(self.url).prefix) / "net" / file.name
 
     def lose(self) -> None:
         for each in self.run.iterdir():
@@ -171,18 +175,18 @@ def test_load_takes_a_version_straight_out_of_a_mirror(
     assert "secret" not in str(told.value)
     newest = scene.state().newest
     assert newest is not None
-    damage(next(each for each in scene.objects("manifests") if each.name == newest.manifest))
+    damage(scene.file_of(newest))
     with caplog.at_level(logging.ERROR, "portus"):
         assert same(face.load(f"{scene.url}/net"), state(20))
     assert "FALLING BACK to step 20" in caplog.text
-    with pytest.raises(CorruptionError, match="manifests"):
+    with pytest.raises(CorruptionError, match="not those that were saved"):
         face.load(f"{scene.url}/net@30")
 
 
 def test_verify_reads_every_byte_of_a_mirror_and_names_what_is_damaged(scene: Scene) -> None:
     said = portus("verify", scene.url)
     assert (said.code, said.out.count("healthy")) == (0, 3)
-    damage(scene.objects("manifests")[0])
+    damage(scene.files()[0])
     damage(scene.files()[-1])
     document = portus_json("verify", "--pool", scene.url, code=1)
     assert not document["healthy"]
@@ -214,33 +218,32 @@ def test_rm_takes_the_term_and_what_the_pool_has_is_mirrored_again(scene: Scene)
     assert scene.steps() == [10, 20, 30]
     said = portus("rm", "net@10", "--pool", scene.url)
     assert (said.code, scene.steps()) == (0, [20, 30]), said.err
-    assert "deletes the objects a day later" in said.out
+    assert "their objects are deleted" in said.out
     assert portus("rm", f"{scene.url}/net", "--keep", "1").code == 0
     assert scene.steps() == [30]
     assert portus("rm", f"{scene.url}/net").code == 2, "use --yes"
 
 
-def test_gc_deletes_a_day_later_and_disturbs_nobody_for_nothing(scene: Scene) -> None:
+def test_gc_deletes_what_never_counted_a_day_later_and_disturbs_nobody_for_nothing(
+    scene: Scene,
+) -> None:
     shutil.rmtree(scene.pool.parent)
     before = scene.state().term
     assert "net: nothing to do" in portus("gc", scene.url).out
     assert scene.state().term == before
-    portus("rm", f"{scene.url}/net@10")
-    for path in Path(parse(scene.url).prefix).rglob("*"):
-        if path.is_file():
-            os.utime(path, (path.stat().st_mtime - 90_000,) * 2)
-    assert portus_json("gc", scene.url, "--dry-run")["mirrors"][0]["objects"] == 0, (
-        "the clock of the store: its newest object is of then"
-    )
-    portus("rm", f"{scene.url}/net@20")
-    count = len(scene.objects("manifests"))
+    left = scene.files()[0].parent.with_name("step-00000009-000000000000") / "part.pt"
+    left.parent.mkdir()
+    left.write_bytes(b"cut off")
+    os.utime(left, (left.stat().st_mtime - 80_000,) * 2)
+    assert portus_json("gc", scene.url, "--dry-run")["mirrors"][0]["objects"] == 0
+    os.utime(left, (left.stat().st_mtime - 20_000,) * 2)
     would = portus_json("gc", scene.url, "--dry-run")
     assert would["dry_run"]
-    assert would["mirrors"][0]["objects"] == 3, "its manifest, and its file with the digest"
-    assert would["mirrors"][0]["size"] > 0
-    assert len(scene.objects("manifests")) == count
+    assert (would["mirrors"][0]["objects"], would["mirrors"][0]["size"]) == (1, 7)
+    assert left.exists()
     assert portus_json("gc", scene.url)["mirrors"] == would["mirrors"]
-    assert len(scene.objects("manifests")) == count - 1
+    assert not left.exists()
+    assert portus("verify", scene.url).code == 0
     assert same(face.load(f"{scene.url}/net"), state(30))
     assert portus("gc", scene.url, "--missing", ".").code == 2
 
@@ -269,8 +272,9 @@ def test_pull_makes_the_pool_of_a_fresh_node(scene: Scene, tmp_path: Path) -> No
 
 def test_a_pull_that_fails_leaves_nothing_and_one_that_was_cut_off_goes_on(scene: Scene) -> None:
     scene.lose()
-    names = {each.step: each.manifest for each in scene.state().versions}
-    [newest] = [each for each in scene.objects("manifests") if each.name == names[30]]
+    added = scene.state().newest
+    assert added is not None
+    newest = scene.file_of(added)
     whole = newest.read_bytes()
     damage(newest)
     said = portus("pull", scene.url)
@@ -280,7 +284,7 @@ def test_a_pull_that_fails_leaves_nothing_and_one_that_was_cut_off_goes_on(scene
     assert [each["step"] for each in portus_json("pull", scene.url)["pulled"][0]["versions"]] == [
         30
     ]
-    for each in scene.objects("manifests"):
+    for each in scene.files():
         damage(each)
     scene.lose()
     assert portus("pull", scene.url).code == 1
@@ -591,7 +595,7 @@ def test_repair_mends_from_the_pool_and_names_what_it_cannot(
     before_all = [each.read_bytes() for each in scene.files()]
     scene.files()[0].with_name(scene.files()[0].name + ".xxh128").unlink()
     damage(scene.files()[1])
-    scene.objects("manifests")[0].unlink()
+    scene.files()[2].unlink()
     before = {(each.token, each.term, each.commit) for each in scene.state().versions}
     said = portus("mirror", "repair")
     assert said.code == 0, said
@@ -601,7 +605,7 @@ def test_repair_mends_from_the_pool_and_names_what_it_cannot(
     assert {(each.token, each.term, each.commit) for each in scene.state().versions} == before
     newest = scene.state().newest
     assert newest is not None
-    damage(next(each for each in scene.objects("manifests") if each.name == newest.manifest))
+    damage(scene.file_of(newest))
     scene.lose()
     said = portus("mirror", "repair")
     assert said.code == 1

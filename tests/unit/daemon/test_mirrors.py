@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -204,6 +205,57 @@ def test_a_model_whose_history_went_on_elsewhere_is_named_and_the_others_are_ser
             assert_same(saver.load(), state(1))
     assert "continued elsewhere" in caplog.text
     assert steps(bucket) == expected
+
+
+def test_a_host_replaces_what_its_store_lost_and_deletes_what_never_counted_once_a_day(
+    tmp_path: Path,
+    bucket: StoreAddress,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pools, there = tmp_path / "pools", tmp_path / "bucket" / "default" / "net" / "versions"
+    save(pools, bucket, 1, 2)
+    whole = {each: each.read_bytes() for each in there.rglob("*") if each.is_file()}
+    assert len(whole) == 4
+    left = there / "step-00000009-000000000000" / "cut-off.pt"
+    left.parent.mkdir()
+    left.write_bytes(b"a part")
+    os.utime(left, (1, 1))
+    for each in whole:
+        each.unlink()
+    save(pools, bucket)
+    assert left.exists(), "that costs a list of all objects, so no start does it"
+    monkeypatch.setattr("portus.reach.mirror.copier._CARE_NS", 0)
+    with serving(pools, mirrors=TenantMirrors(bucket)):
+        until(lambda: not left.exists())
+    assert {each: each.read_bytes() for each in whole} == whole
+    assert caplog.text.count("had lost objects") == 2
+    assert steps(bucket) == [1, 2]
+
+
+def test_a_host_without_the_right_to_delete_says_so_once_and_saves(
+    tmp_path: Path,
+    bucket: StoreAddress,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Locked(Away):
+        def delete(self, names: list[str]) -> None:
+            raise UsageError("cannot delete: permission is denied")
+
+    monkeypatch.setattr(mirrors_of_hosts, "open_store", lambda at: Locked(open_store(at)))
+    with (
+        serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server,
+        portus.PoolCheckpointer(url(server), "net", keep=1) as saver,
+    ):
+        mirror = server.house.pools.of("default").mirror
+        assert mirror is not None
+        for step in (1, 2, 3):
+            saver.save(state(step), step).wait()
+            until(lambda: not mirror.missing())
+    assert steps(bucket) == [3]
+    assert caplog.text.count("permission is denied") == 1
+    assert len(list((tmp_path / "bucket" / "default" / "net" / "versions").iterdir())) == 3
 
 
 def test_tenants_have_mirrors_apart(tmp_path: Path, bucket: StoreAddress) -> None:

@@ -79,13 +79,12 @@ def test_the_document_has_the_fields(kind: type[msgspec.Struct]) -> None:
 
 
 def test_the_document_has_the_header_and_the_numbers() -> None:
-    assert len(structs()) == 11
+    assert len(structs()) == 9
     assert objects.HEADER.table() in TEXT
     assert NUMBER_MAX == 10**12 - 1
     assert f"number is a multiple of {objects.STRIDE} MUST" in TEXT
     assert f"| facts of an entry | {objects.FACTS_MAX} |" in TEXT
     assert f"the last {objects.TERMS_MAX} |" in TEXT
-    assert f"that are gone in a state | the last {objects.GONE_MAX} |" in TEXT
     assert (
         f"| the name of a claiming process, for messages | {objects.WHO_SIZE_MAX} characters |"
         in TEXT

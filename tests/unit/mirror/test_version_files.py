@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import shutil
-import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,10 @@ from portus.errors import CorruptionError, MediumError, TransportError
 from portus.reach.index.directory import create_pool, open_reader, open_writer
 from portus.reach.index.reader import PoolReader
 from portus.reach.media.local import LocalFiles
-from portus.reach.mirror.fetching import fetch_version
 from portus.reach.mirror.folder import Folder
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, Removed
+from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added
 from portus.reach.pools import restore
 from portus.reach.pools.mirror_versions import load_version
 from portus.reach.training.safetensors import Safetensors
@@ -87,7 +85,7 @@ class Scene:
         """Mirror all versions."""
         self.mirror.claim("a test", self.reader.uuid, 0)
         entries = list(self.reader.catalogue().entries())
-        return [self.mirror.copy(self.reader, each.info.id, Stop()).added for each in entries]
+        return [self.mirror.copy(self.reader, each.info.id, Stop()) for each in entries]
 
     def objects(self) -> dict[str, Path]:
         """The files of versions in the store, by their names there."""
@@ -130,7 +128,7 @@ def test_the_bytes_are_those_of_the_pool_and_of_an_export(scene: Scene) -> None:
 def test_a_fresh_pool_gets_all_of_it(scene: Scene) -> None:
     writer = new_pool()
     for added in scene.copy():
-        fetch_version(scene.of_mirror(), added, writer)
+        scene.of_mirror().fetch(added, writer)
     assert portus.check(writer) == []
     first, second, third = writer.catalogue().entries()
     assert_same(restore.load(writer, first), state(1))
@@ -174,23 +172,22 @@ def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent
         with pytest.raises(CorruptionError, match=str(path.name).removesuffix(DIGEST_SUFFIX)):
             scene.of_mirror().check(added, lambda _: None)
         if what in ("cut", "longer", "gone"):  # a list shows it
-            assert [each.token for each in scene.mirror.suspects()] == [added.token], what
+            [(lost, names)] = scene.mirror.suspects()
+            assert (lost, len(names)) == (added, 1), what
         entries = scene.reader.catalogue().entries()
         number = next(each.info.id for each in entries if each.info.token == added.token)
-        assert scene.mirror.mend(added, scene.reader, number, Stop()) == 1, what
+        names = [*scene.mirror.find_damage(added, lambda _: None)]
+        assert len(names) == 1
+        scene.mirror.mend(added, names, scene.reader, number, Stop())
         versions = [*scene.mirror.read().versions]
         assert not any(scene.mirror.find_damage(each, lambda _: None) for each in versions), what
-        files = {each: each.read_bytes() for each in whole if VERSIONS in str(each)}
-        assert files == {each: data for each, data in whole.items() if VERSIONS in str(each)}
+        assert {each: each.read_bytes() for each in whole} == whole
 
 
-def test_what_is_removed_goes_with_its_files_once_nobody_reads_them(scene: Scene) -> None:
+def test_what_is_removed_goes_with_its_files(scene: Scene) -> None:
     first, second, third = scene.copy()
-    scene.mirror.note([Removed(first.token), Removed(third.token)])
     assert len(scene.objects()) == 4
-    scene.mirror.collect(0.0)
-    scene.mirror.claim("another", scene.reader.uuid, 0)
-    scene.mirror.collect(0.0)
+    scene.mirror.remove_versions([first.token, third.token])
     assert [*scene.objects()] == ["step=2.ckpt"]
     assert not scene.mirror.find_damage(second, lambda _: None)
 
@@ -241,11 +238,11 @@ def test_a_version_that_is_damaged_in_the_pool_is_not_mirrored(scene: Scene) -> 
 def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> None:
     first, *_ = scene.copy()
     shutil.rmtree(scene.bucket / MODEL / VERSIONS)
-    assert len(scene.mirror.suspects()) == 3
+    [(_, names), _, _] = scene.mirror.suspects()
     number = next(each.info.id for each in scene.reader.catalogue().entries())
     with pytest.raises(MediumError):
-        scene.mirror.mend(first, scene.reader, number, Stop())
-    scene.mirror.mend(first, scene.reader, number, Stop())
+        scene.mirror.mend(first, names, scene.reader, number, Stop())
+    scene.mirror.mend(first, names, scene.reader, number, Stop())
     assert_same(torch.load(scene.objects()["step=1.ckpt"]), state(1))
 
 
@@ -254,7 +251,7 @@ def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda number: None)
-    monkeypatch.setattr("portus.reach.mirror.fetching.ABREAST", 2)
+    monkeypatch.setattr("portus.reach.versions.take_files.ABREAST", 2)
     monkeypatch.setattr("portus.reach.versions.open_version._KEPT", 1)
     count = 8
     with portus.PoolCheckpointer(tmp_path / "run.portus", MODEL) as saver:
@@ -269,9 +266,9 @@ def test_of_many_bytes_around_storages_a_few_units_are_in_memory(
     ):
         [entry] = reader.catalogue().entries()
         with peak() as copying:
-            added = mirror.copy(reader, entry.info.id, Stop()).added
+            added = mirror.copy(reader, entry.info.id, Stop())
         with peak() as fetching:
-            fetch_version(mirror, added, writer)
+            mirror.fetch(added, writer)
         [there] = writer.catalogue().entries()
         assert restore.load(writer, there)["text"] == text  # type: ignore[index]
     assert max(*copying, *fetching) < (count - 1) * UNIT
@@ -302,19 +299,22 @@ def test_a_file_that_is_called_as_what_is_beside_another_has_an_object_of_its_ow
     mirror.claim("a test", bytes(16), 0)
     with contextlib.closing(open_reader(str(tmp_path / "run.portus"))) as reader:
         [entry] = reader.catalogue().entries()
-        added = mirror.copy(reader, entry.info.id, Stop()).added
+        added = mirror.copy(reader, entry.info.id, Stop())
     assert mirror.find_damage(added, lambda _: None) == {}
     assert_same(load_version(mirror, added), states)
 
 
-def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over(
+def test_a_sweep_that_begins_again_after_it_was_given_up_deletes_nothing_of_who_took_over(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first entry is there, and would be the same as the second: the clock stands still."""
+    """Its first entry is there, and is not taken for the second one."""
     [first, second, *_] = list(scene.reader.catalogue().entries())
     scene.mirror.claim("who is superseded", scene.reader.uuid, 0)
     scene.mirror.copy(scene.reader, first.info.id, Stop())
-    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    monkeypatch.setattr("portus.reach.mirror.writer.GRACE_S", -10.0)
+    left = scene.bucket / MODEL / VERSIONS / "step-00000009" / "a.ckpt"
+    left.parent.mkdir()
+    left.write_bytes(b"a part")
     create = scene.store.create
 
     def lose_answer(name: str, data: bytes) -> bool:
@@ -324,10 +324,10 @@ def test_collecting_again_after_it_was_given_up_deletes_nothing_of_who_took_over
     with monkeypatch.context() as cut:
         cut.setattr(scene.store, "create", lose_answer)
         with pytest.raises(TransportError):
-            scene.mirror.collect(grace_s=-10.0)
+            scene.mirror.sweep()
     other = scene.of_mirror()
     other.claim("who took over", scene.reader.uuid, 0)
-    added = other.copy(scene.reader, second.info.id, Stop()).added
+    added = other.copy(scene.reader, second.info.id, Stop())
     with pytest.raises(SupersededError):
-        scene.mirror.collect(grace_s=-10.0)
+        scene.mirror.sweep()
     assert other.find_damage(added, lambda _: None) == {}

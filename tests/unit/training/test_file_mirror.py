@@ -1103,7 +1103,7 @@ def test_a_run_without_the_right_to_delete_starts_and_mirrors(
     def delete(names: list[str]) -> None:
         raise UsageError("permission is denied: s3:DeleteObject")
 
-    monkeypatch.setattr("portus.reach.mirror.files.GRACE_S", -10.0)
+    monkeypatch.setattr("portus.reach.mirror.writer.GRACE_S", -10.0)
     monkeypatch.setattr(bucket.store, "delete", delete)
     bucket.store.put("run/stray.ckpt", b"x")
     run = Run(bucket, tmp_path / "run").begin()

@@ -73,7 +73,7 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
     If it has digests, all of it but the storages is verified. Raises ``CorruptionError`` when it is
     damaged or no such file.
     """
-    directory = _Directory(read, size, name)
+    directory = ZipDirectory(read, size, name)
     data_at = directory.data()
     if len(data_at) != len(directory.records):
         raise CorruptionError(f"{name}: two records of the zip have one name")
@@ -93,7 +93,7 @@ def read_torch(read: Read, size: int, name: str) -> TorchFile:
     pickle, noted = others.get(PICKLE), others.get(DIGESTS)
     if pickle is None:
         raise CorruptionError(f"{name}: expected a file of torch.save, found no {PICKLE} in it")
-    keys = sorted(storages, key=_in_order)
+    keys = sorted(storages, key=key_order)
     columns = np.array([storages[key] for key in keys], np.int64).reshape(-1, 3)
     offset, length, crc = (np.ascontiguousarray(column) for column in columns.T)
     return TorchFile(
@@ -114,7 +114,7 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
     Reads only the directory of the file and that record, which is compared with its CRC32. Raises
     ``CorruptionError`` when they are damaged.
     """
-    directory = _Directory(read, size, name)
+    directory = ZipDirectory(read, size, name)
     for each in directory.records:
         if each.orig_filename.partition("/")[2] == record:
             at = directory.begin(each)
@@ -125,7 +125,7 @@ def read_record(read: Read, size: int, name: str, record: str) -> bytes | None:
     return None
 
 
-def _in_order(key: str) -> tuple[int, str]:
+def key_order(key: str) -> tuple[int, str]:
     """Return a sort key: numbers by their size; torch 1.6 had other keys."""
     return (int(key), "") if key.isascii() and key.isdigit() and len(key) < 20 else (-1, key)
 
@@ -164,7 +164,7 @@ class _File:
         return data
 
 
-class _Directory:
+class ZipDirectory:
     """The central directory of a zip file, and all that does not depend on torch."""
 
     def __init__(self, read: Read, size: int, name: str) -> None:
@@ -179,7 +179,7 @@ class _Directory:
             if isinstance(error.__context__, PortusError):  # zipfile takes it for a missing end
                 raise error.__context__ from None
             self.bad(max(0, size - END.size), "a zip file", "a directory", f"{error}; cut off?")
-        self._start = archive.start_dir
+        self.start = archive.start_dir
         self.records: Final = archive.infolist()
         for each in self.records:
             if each.compress_type or each.flag_bits & 1 or each.compress_size != each.file_size:
@@ -188,7 +188,7 @@ class _Directory:
         if not self.records:
             raise CorruptionError(f"{name}: expected a file of torch.save, found an empty zip file")
         # zipfile allows bytes before the zip file, and behind it, and entries within others.
-        end = self._start + sum(map(_entry_size, self.records))
+        end = self.start + sum(map(_entry_size, self.records))
         if size - end == END.size:
             count = END.unpack(exactly(read, end, END.size, name))[4]
         elif size - end == END64.size + LOCATOR.size + END.size:
@@ -220,8 +220,8 @@ class _Directory:
     def begin(self, record: zipfile.ZipInfo, least: int = 0) -> int:
         """Return the offset of the data of a record, whose header is at ``least`` or later."""
         at, name, raw = record.header_offset, record.orig_filename, _raw_name(record)
-        if at < least or at + LOCAL.size > self._start:
-            self.bad(at, f"where {name} begins", f"{least} to {self._start}", at)
+        if at < least or at + LOCAL.size > self.start:
+            self.bad(at, f"where {name} begins", f"{least} to {self.start}", at)
         begin = at + LOCAL.size + len(raw)
         header = exactly(self._read, at, begin - at, self._name)
         magic, _, flags, method, *_, length, extra = LOCAL.unpack_from(header)
@@ -231,8 +231,8 @@ class _Directory:
             self.bad(at, "the name of a record", name, header[LOCAL.size :])
         data = begin + int(extra)
         end = data + record.file_size
-        if end > self._start:
-            self.bad(at, f"where {name} ends", f"{self._start} at most", end)
+        if end > self.start:
+            self.bad(at, f"where {name} ends", f"{self.start} at most", end)
         return data
 
     def verify(self, record: zipfile.ZipInfo, offset: Column, length: Column) -> Digests:
@@ -245,7 +245,7 @@ class _Directory:
         # The CRCs of this record depend on its digests, so no digest can cover them.
         crc = zlib.crc32(payload).to_bytes(4, "little")
         before = self.records[: self.records.index(record)]
-        entry_at = self._start + sum(map(_entry_size, before))
+        entry_at = self.start + sum(map(_entry_size, before))
         places = (at + size + DESCRIPTOR_CRC, entry_at + CENTRAL_CRC)
         for place in places:
             found = exactly(self._read, place, 4, self._name)

@@ -21,13 +21,14 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
-from portus.engine.copying.segments import Stop, StoppedError
+from portus.engine.copying.segments import StoppedError
 from portus.engine.spec import VersionInfo
 from portus.errors import (
     CorruptionError,
     MediumError,
     PortusError,
     TransportError,
+    UsageError,
 )
 from portus.reach.index.pool import PoolWriter
 from portus.reach.mirror.background_copier import (
@@ -37,17 +38,16 @@ from portus.reach.mirror.background_copier import (
     ElsewhereError,
     who,
 )
-from portus.reach.mirror.fetching import fill, missing
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror, NotMirroredError
-from portus.reach.mirror.objects import Added, Fact, Removed, State
+from portus.reach.mirror.objects import Added, State
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import Store
+from portus.reach.mirror.store import Store, UnwritableError
 
 _log: Final = logging.getLogger("portus")
 
-_COLLECT_NS: Final = 24 * 3600 * 10**9
-"""Nanoseconds between two collections of objects that no version needs any more."""
+_CARE_NS: Final = 24 * 3600 * 10**9
+"""Nanoseconds between two looks for lost and for unneeded objects."""
 
 
 class PoolCopier(BackgroundCopier):
@@ -143,11 +143,10 @@ class Copier(PoolCopier):
         self._mirror: Final = Mirror(
             store, model, key=key_from_environment(), name=address, newest=newest
         )
-        self._collecting: Stop | None = None
-        self._tried_ns = 0
-        """The time of the last try to collect here."""
-        self._uncollected = ""
-        """The cause of the last failed collection."""
+        self._cared_ns = time.time_ns()
+        """The time of the start, or of the last look for lost and for unneeded objects."""
+        self._undeleted = ""
+        """The cause of the last failed deletion."""
 
     # Before the first save.
 
@@ -192,22 +191,14 @@ class Copier(PoolCopier):
         )
 
     def _fill(self, state: State) -> None:
-        found = missing(state, self._infos())
+        found = state.missing(self._infos())
         if found:
             self._tell_fetch([each.size for each in found])
-        done = fill(self._mirror, state, self._writer, found)
+        done = self._mirror.fill(self._writer, found)
         self._unread.update({each.token for each in found} - {each.token for each in done})
         self._since = self._writer.catalogue().root.sequence
 
     # While it saves.
-
-    def finish(self, wait_s: float) -> None:
-        """Wait as ``BackgroundCopier.finish`` does, and end a running collection."""
-        with self._changed:
-            self._closing = self._wanted = True
-            if self._collecting is not None:
-                self._collecting.set()  # the next run collects
-        super().finish(wait_s)
 
     def _tokens_there(self) -> Collection[bytes]:
         return {each.token for each in self._mirror.state.versions}
@@ -224,52 +215,54 @@ class Copier(PoolCopier):
             state, infos = self._mirror.state, self._infos()
             there = {each.token for each in state.versions} | self._skipped
             missing = [info for info in infos if info.token not in there]
-            # The newest first: if this machine is lost, that is what a run resumes from.
-            new = missing[-1] if missing else None
-            facts = self._facts(state, infos)
-            if new is not None:
-                self._copy(new, facts)
-            elif facts:
-                self._mirror.note(facts)
-            else:
-                self._collect()
+            if missing:
+                # The newest first: if this machine is lost, that is what a run resumes from.
+                self._copy(missing[-1])
+                if missing[-1].token in self._skipped:
+                    continue
+            # Only now: the mirror never loses its newest version. One that could not be fetched is
+            # missing in the pool, but stays in the mirror.
+            kept = {info.token for info in infos} | self._unread
+            gone = [each.token for each in state.versions if each.token not in kept]
+            try:
+                self._mirror.remove_versions(gone)
+            except UnwritableError:
+                raise
+            except UsageError as error:  # no right to delete; they do not count any more
+                self._say_undeleted(error)
+            if not missing:
+                self._care()
                 return
 
-    def _collect(self) -> None:
-        """Repair lost objects, and delete unneeded ones, once a day, by the clocks of the holders
-        of the term. All versions are mirrored by now. A failure changes no mirrored version, so it
-        is tried again a day later."""
-        stop = Stop()
-        with self._changed:
-            # By the clocks of two machines: a time in the future is a wrong one.
-            tries = self._mirror.state.collected_ns, self._tried_ns
-            is_due = not any(0 <= time.time_ns() - each < _COLLECT_NS for each in tries)
-            # The wait for the end does not include this; the next run does it.
-            if self._closing or not is_due:
-                return
-            self._collecting = stop
+    def _care(self) -> None:
+        """Repair lost objects, and delete unneeded ones, once a day. All versions are mirrored by
+        now. A failure changes no mirrored version, so it is tried again a day later."""
+        # The wait for the end does not include this; the next run does it.
+        if self._closing or 0 <= time.time_ns() - self._cared_ns < _CARE_NS:
+            return
         try:
             self._mend()
-            self._mirror.collect(stop=stop)
-            self._uncollected = ""
+            self._mirror.sweep()
+            self._undeleted = ""
         except (SupersededError, StoppedError):
             raise
         except PortusError as error:
-            if str(error) != self._uncollected:
-                self._uncollected = str(error)
-                _log.warning(
-                    "portus: objects that %s no longer needs are not deleted, and take space "
-                    "there; saves and copies continue: %s",
-                    self.address,
-                    error,
-                )
-        finally:
-            self._collecting = None
+            self._say_undeleted(error)
         # Also after a failure: without the right to delete, a try a day is enough.
-        self._tried_ns = time.time_ns()
+        self._cared_ns = time.time_ns()
+
+    def _say_undeleted(self, error: PortusError) -> None:
+        if str(error) != self._undeleted:
+            self._undeleted = str(error)
+            _log.warning(
+                "portus: objects that %s no longer needs are not deleted, and take space there; "
+                "saves and copies continue: %s",
+                self.address,
+                error,
+            )
 
     def _mend(self) -> None:
-        for added in self._mirror.suspects():
+        for added, lost in self._mirror.suspects():
             info = next((each for each in self._infos() if each.token == added.token), None)
             if info is None:
                 _log.error(
@@ -279,13 +272,12 @@ class Copier(PoolCopier):
                 )
                 continue
             with self._uploading() as stop:
-                count = self._mirror.mend(added, self._writer, info.id, stop)
-            if count:
-                _log.error(
-                    "portus: step %d had lost objects in %s: they were replaced from the pool",
-                    added.step,
-                    self.address,
-                )
+                self._mirror.mend(added, lost, self._writer, info.id, stop)
+            _log.error(
+                "portus: step %d had lost objects in %s: they were replaced from the pool",
+                added.step,
+                self.address,
+            )
 
     def _claim(self) -> None:
         """Claim the term. Raise ``ElsewhereError`` if the mirror is ahead of the pool: its versions
@@ -298,18 +290,11 @@ class Copier(PoolCopier):
         if newest is not None:
             self._mirrored_ns = max(self._mirrored_ns, newest.time_ns)
 
-    def _copy(self, info: VersionInfo, facts: Sequence[Fact]) -> None:
+    def _copy(self, info: VersionInfo) -> None:
         try:
             with self._uploading() as stop:
-                self._mirror.copy(self._writer, info.id, stop, facts)
+                self._mirror.copy(self._writer, info.id, stop)
             self._note_copied(info)
         except (CorruptionError, NotMirroredError) as error:
             # The pool's bytes are damaged, or the version has no files.
             self._skip(info, error)
-
-    def _facts(self, state: State, infos: Sequence[VersionInfo]) -> list[Fact]:
-        """Return the facts to note besides: the versions that go."""
-        # A version that could not be fetched is missing in the pool, but stays in the mirror.
-        kept = {info.token for info in infos} | self._unread
-        gone = {each.token for each in state.versions} - kept
-        return [Removed(token) for token in sorted(gone)]

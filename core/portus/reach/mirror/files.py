@@ -12,7 +12,7 @@ import itertools
 import math
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 from msgspec.structs import replace
@@ -24,15 +24,12 @@ from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import (
     BEFORE,
     DIGEST_SUFFIX,
-    FACTS_MAX,
     LOG,
-    MANIFESTS,
     OWN,
     VERSIONS,
     WRITER_SIZE,
     FileAdded,
     FileRemoved,
-    State,
     digest_line,
     entry_name,
     file_name,
@@ -42,8 +39,7 @@ from portus.reach.mirror.objects import (
     step_in,
 )
 from portus.reach.mirror.opening import key_from_environment
-from portus.reach.mirror.store import PART_SIZE, ListedObject, Store
-from portus.reach.mirror.writer import GRACE_S
+from portus.reach.mirror.store import PART_SIZE, Store
 from portus.reach.versions.parallel import Rooms
 
 BY_HAND: Final = (
@@ -161,7 +157,7 @@ class MirroredFiles(Mirror):
         # The entry first, then the deletion: the log never names an object that was deleted.
         self._uncounted.update(each.name for each in replaced if not each.link)
         if files or gone:
-            self._say([*files, *map(FileRemoved, gone)])
+            self._note_all([*files, *map(FileRemoved, gone)])
         elif self._uncounted:
             self.confirm()  # else some may be of the present holder of the term
         # ``sweep`` does it a day later, if this fails.
@@ -218,8 +214,9 @@ class MirroredFiles(Mirror):
         """Return the first of the files that is as its digest says; the first one if none is."""
         for each in files:
             with contextlib.suppress(CorruptionError):
-                for _ in self._objects.read(each.object):
-                    pass
+                for file in each.objects.values():
+                    for _ in self._objects.read(file):
+                        pass
                 return each
         return files[0]
 
@@ -242,7 +239,7 @@ class MirroredFiles(Mirror):
                 if each.path not in counted:
                     facts.append(replace(each, time_ns=time_ns, term=self.state.term_at(time_ns)))
             before_ns = first_ns
-        self._say(facts)
+        self._note_all(facts)
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
@@ -254,7 +251,7 @@ class MirroredFiles(Mirror):
         ``UsageError`` without the right to delete: then the files do not count any more."""
         there = {each.path: each for each in self.state.files}
         gone = [there[path] for path in dict.fromkeys(paths) if path in there]
-        self._say([FileRemoved(each.path) for each in gone])
+        self._note_all([FileRemoved(each.path) for each in gone])
         # For one that was set aside, also the uncounted object that was to replace it.
         own = [file_name(each.path) for each in gone if each.name.startswith(BEFORE)]
         self._delete([*(each.name for each in gone if not each.link), *own])
@@ -272,14 +269,8 @@ class MirroredFiles(Mirror):
             saved_ns[name] = max(saved_ns.get(name, 0), each.time_ns)
         kept = sorted(saved_ns, key=saved_ns.__getitem__, reverse=True)[:keep]
         new = [each for each in files if not each.retired and checkpoint_of[each.path] in kept]
-        self._say([replace(each, retired=checkpoint_of[each.path]) for each in new])
+        self._note_all([replace(each, retired=checkpoint_of[each.path]) for each in new])
         self.remove([path for path, name in checkpoint_of.items() if name not in kept])
-
-    def objects_without_entry(self) -> list[ListedObject]:
-        """Return the objects that no counted file needs, by their names below the run: running or
-        interrupted uploads, and files whose entry of the log is lost."""
-        there = list(self._uploads())  # first: an object that counts by then is not reported
-        return self._without_name(there, self.read())
 
     def require_no_files(self) -> None:
         """Raise ``CorruptionError`` if there are files of a run whose log is lost: a machine
@@ -293,47 +284,10 @@ class MirroredFiles(Mirror):
 
     def files_alone(self) -> list[str]:
         """Return the objects that have a digest beside them; none where others' mirrors are."""
-        found = {each.name for each in self._uploads()}
+        found = {e.name for e in self._uploads() if not e.name.startswith(VERSIONS)}
         if any(f"/{OWN}" in name and not name.startswith(OWN) for name in found):
             return []  # a folder of several mirrors is none itself
         return sorted(name for name in found if name + DIGEST_SUFFIX in found)
-
-    def sweep(self) -> int:
-        """Delete uploads that are a day old or older, and never counted; return the number of
-        objects. Call it after ``claim``, whose entry shows the store's time."""
-        # The store's clock: those of the machines may be wrong.
-        now = next((each.modified for each in self._objects.list(LOG)), 0.0)
-        found = self._without_name(self._uploads(), self.state)
-        old = {each.name for each in found if each.modified < now - GRACE_S}
-        files = {name for name in old if name.startswith(OWN) or name + DIGEST_SUFFIX in old}
-        # Objects elsewhere without a digest beside them are of another program.
-        ours = sorted(old & {name + more for name in files for more in ("", DIGEST_SUFFIX)})
-        if ours:
-            self._objects.delete(ours)
-        return len(ours)
-
-    def _uploads(self) -> Iterator[ListedObject]:
-        for after in ("", f"{LOG[:-1]}0"):  # the log may be long, and is skipped
-            for each in self._objects.list("", after):
-                if each.name.startswith(LOG):
-                    break
-                if not each.name.startswith((MANIFESTS, VERSIONS)):
-                    yield each
-
-    def _without_name(self, there: Iterable[ListedObject], state: State) -> list[ListedObject]:
-        named = {each.name for each in state.files}
-        named |= {name + DIGEST_SUFFIX for name in named}
-        return [each for each in there if each.name not in named]
-
-    def _say(self, facts: Sequence[FileAdded | FileRemoved]) -> None:
-        """Note facts, by one entry of the log if it has room."""
-        for start in range(0, len(facts), FACTS_MAX):
-            self.note(facts[start : start + FACTS_MAX])
-
-    def _delete(self, names: Iterable[str]) -> None:
-        found = [name + more for name in names for more in ("", DIGEST_SUFFIX)]
-        if found:
-            self._objects.delete(found)
 
 
 def _step_of(filed: FileAdded) -> int:

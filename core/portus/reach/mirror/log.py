@@ -30,14 +30,12 @@ from portus.errors import (
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
     FACTS_MAX,
-    GONE_MAX,
     LOG,
     NUMBER_MAX,
     STRIDE,
     TERMS_MAX,
     Added,
     Claimed,
-    Collected,
     Fact,
     FileAdded,
     FileRemoved,
@@ -58,7 +56,7 @@ _ABSENT_MAX: Final = 8
 
 
 class SupersededError(BusyError):
-    """Another writer took the term. ``passing``: only to remove or to collect, so it may be claimed
+    """Another writer took the term. ``passing``: only to remove or to sweep, so it may be claimed
     again."""
 
     def __init__(self, message: str, *, passing: bool) -> None:
@@ -175,9 +173,8 @@ class MirrorLog:
             self.require()
         return self.state
 
-    def _begin_term(self, claimed: Claimed, writer: bytes, first: Sequence[Fact]) -> None:
-        """Begin a term. writer: random, and new for each claim. first: further facts of the log's
-        very first entry."""
+    def _begin_term(self, claimed: Claimed, writer: bytes) -> None:
+        """Begin a term. writer: random, and new for each claim."""
         self._own = None
         self.read()
         while self._own is None:  # ends: as in ``note``
@@ -186,9 +183,8 @@ class MirrorLog:
             # The first term of a run is 2. If a log is lost, a command makes it anew in term 1: a
             # run that mirrors there finds the number of its next entry free, and still counts.
             term = max(state.term + 1 + len(damage), 1 if claimed.passing else 2)
-            facts: tuple[Fact, ...] = (claimed,) if state.number else (claimed, *first)
             # After damaged entries it has the whole state, so readers need not look at those.
-            if self._put(LogEntry(self.model, term, writer, facts), is_whole=bool(damage)):
+            if self._put(LogEntry(self.model, term, writer, (claimed,)), is_whole=bool(damage)):
                 self._own = term, writer
 
     def _put(self, entry: LogEntry, *, is_whole: bool = False) -> bool:
@@ -297,30 +293,22 @@ def fold(state: State, number: int, entry: LogEntry | None) -> State:
 def _with_facts(state: State, entry: LogEntry) -> State:
     terms = list(state.terms)
     versions = {each.token: each for each in state.versions}
-    gone = dict(state.gone)
     files = {each.path: each for each in state.files}
     for fact in entry.facts:
         if isinstance(fact, Claimed):
             terms.append(Term(entry.term, fact.pool, fact.commit))
             state = replace(state, who=fact.who, passing=fact.passing)
-        if isinstance(fact, Added | Removed):
-            before = versions.pop(fact.token, None)
-            if before is not None:
-                gone[before.manifest] = state.number
-        if isinstance(fact, Added):
+        elif isinstance(fact, Added):
             versions[fact.token] = fact
-            gone.pop(fact.manifest, None)
+        elif isinstance(fact, Removed):
+            versions.pop(fact.token, None)
         elif isinstance(fact, FileAdded):
             files[fact.path] = fact
         elif isinstance(fact, FileRemoved):
             files.pop(fact.path, None)
-        elif isinstance(fact, Collected):
-            gone = {name: number for name, number in gone.items() if number > fact.until}
-            state = replace(state, collected_ns=fact.time_ns)
     return replace(
         state,
         terms=tuple(terms[-TERMS_MAX:]),
         versions=tuple(versions.values()),
-        gone=tuple(gone.items())[-GONE_MAX:],
         files=tuple(files.values()),
     )

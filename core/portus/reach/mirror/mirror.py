@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import posixpath
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from portus.engine.copying.segments import Stop
+from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, StaleError, UsageError
-from portus.reach.index.file_table import PackedFile
+from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
-from portus.reach.mirror.manifest import ReadManifest
 from portus.reach.mirror.model_objects import Advance, ModelObjects
 from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
     LOG,
     Added,
-    Fact,
     FileAdded,
     FileObject,
     Seal,
@@ -29,32 +25,12 @@ from portus.reach.mirror.objects import (
     model_of,
 )
 from portus.reach.mirror.store import PART_SIZE, ListedObject, Part, Store
-from portus.reach.mirror.writer import Version, Writer, read_manifest
-from portus.reach.versions.open_version import OpenVersion
+from portus.reach.mirror.writer import Writer
+from portus.reach.versions.open_version import OpenVersion, VersionFile
 from portus.reach.versions.parallel import in_turn
+from portus.reach.versions.take_files import FileToTake, take_files
 
-
-@dataclass(frozen=True, slots=True)
-class MirroringCost:
-    """The cost of mirroring a version: ``put_bytes`` of ``objects`` that were put. The store had
-    the rest of the version."""
-
-    added: Added
-    objects: int
-    put_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenMirrored:
-    """A version, or a file of a run, that is open for reading. ``parts``: all of its bytes, its
-    files in their order. ``version``: None for a file of a run."""
-
-    version: ReadManifest | None
-    parts: Sequence[ObjectFile]
-
-    def files(self) -> dict[str, ObjectFile]:
-        """Return the files by their names."""
-        return {each.file.name: each for each in self.parts}
+_log: Final = logging.getLogger("portus")
 
 
 class NotMirroredError(UsageError):
@@ -83,68 +59,131 @@ class Mirror(Writer):
         super().__init__(ModelObjects(store, model, name), Seal(key), newest)
         self.name: Final = name
 
-    def copy(
-        self,
-        reader: PoolReader,
-        version: int,
-        stop: Stop,
-        facts: Sequence[Fact] = (),
-        damaged: Collection[str] = (),
-    ) -> MirroringCost:
-        """Mirror a version of a pool, by its id, and note ``facts`` with it, all or none. When this
-        returns, the version counts.
-
-        damaged: of a version that is there already, the objects to send again. The repaired version
-        keeps its place, and its earlier objects are collected later. Its other objects stay; if its
-        manifest cannot be read, all are sent. Pins the version meanwhile.
+    def copy(self, reader: PoolReader, version: int, stop: Stop) -> Added:
+        """Mirror a version of a pool, by its id. When this returns, the version counts. Pins it
+        meanwhile.
 
         Raises ``SupersededError``, ``StoppedError`` within a request after ``stop`` is set,
         ``StaleError`` if the version is not in the pool (any more), ``CorruptionError`` if the
         pool's bytes are not those that were saved, and ``NotMirroredError``. After any error the
         same call may be made again; it sends no object that has arrived.
         """
-        with reader.pin(version) as entry:
-            source = _Source(reader, reader.record(entry), stop, self._objects)
+        with self._open_version(reader, version, stop) as opened:
+            table, files = opened.table, [*opened.files.values()]
+            if table is None:
+                raise NotMirroredError(
+                    f"{opened.where}: a version without files (a shelf, or tables)"
+                )
             try:
-                added = self.add(source.version(), source.put, facts, damaged)
+                return self.add(
+                    opened.record.info,
+                    reader.uuid,
+                    table.directory,
+                    [each.name for each in table.files],
+                    lambda number, name: self._send(name, files[number]),
+                )
             except CorruptionError as error:
                 raise CorruptionError(f"{error}; it is not mirrored") from error
-            return MirroringCost(added, source.objects, source.put_bytes)
 
-    def manifest(self, added: Added) -> ReadManifest:
-        """Return the manifest of a mirrored version. Raises ``CorruptionError``, or ``StaleError``
-        if the version was removed meanwhile: read the log again."""
-        with self._meanwhile(added):
-            return read_manifest(self._objects, self._seal, added.manifest)
+    def mend(
+        self, added: Added, damaged: Collection[str], reader: PoolReader, version: int, stop: Stop
+    ) -> None:
+        """Send objects of a version again, by their names, from a pool that has it under the id
+        ``version``. Raises as ``copy``."""
+        with self._open_version(reader, version, stop) as opened:
+            for name, each in added.objects.items():
+                if each.name in damaged and self._send(each.name, opened.file(name)) != each:
+                    raise CorruptionError(f"{each.name}: the pool has other bytes")
 
     @contextlib.contextmanager
-    def open(self, added: Added | FileAdded) -> Iterator[OpenMirrored]:
-        """Open the files of a version, or a file of a run, for reading. Raises as ``manifest``; so
-        do their loads."""
-        version = None
-        if isinstance(added, Added):
-            version = self.manifest(added)
-            own = zip(version.files, version.manifest.files, strict=True)
-        else:
-            name, nowhere = posixpath.basename(added.path), np.zeros(0, np.int64)
-            file = PackedFile(name, added.size, nowhere, nowhere)
-            own = zip([file], [added.object], strict=True)
+    def _open_version(self, reader: PoolReader, version: int, stop: Stop) -> Iterator[OpenVersion]:
+        with reader.pin(version) as entry:
+            yield OpenVersion(reader, reader.record(entry), stop)
+
+    def _send(self, name: str, file: VersionFile) -> FileObject:
+        """Put a file of a version, and its digest beside it; return the object."""
+        sent = self._objects.put_file(name, _in_parts(file.read(0, file.size)), file.size)
+        return FileObject(name, file.size, sent)
+
+    @contextlib.contextmanager
+    def open(self, added: Added | FileAdded) -> Iterator[dict[str, ObjectFile]]:
+        """Open the files of a version, or a file of a run, for reading; yield them by their names.
+        Their loads raise ``CorruptionError``, or ``StaleError`` if the version or file was removed
+        meanwhile: read the log again."""
 
         def load(name: str, start: int, length: int) -> Part:
-            with self._meanwhile(added):
+            try:
                 return self._objects.get_range(name, start, length)
+            except CorruptionError:
+                self._require_counted(added)
+                raise
 
-        files = [ObjectFile(self.name, file, each, load) for file, each in own]
+        files = {
+            name: ObjectFile(self.name, name, each, load) for name, each in added.objects.items()
+        }
         try:
-            yield OpenMirrored(version, files)
+            yield files
         finally:
-            for each in files:
+            for each in files.values():
                 each.close()
+
+    def fill(
+        self, writer: PoolWriter, wanted: Sequence[Added], advance: Advance | None = None
+    ) -> list[Added]:
+        """Fetch ``wanted``, missing versions, oldest first, into the pool of ``writer``; return the
+        fetched ones. Blocks. A killed process can repeat it, which does the rest: the mirror has
+        all versions of the pool too.
+
+        Skips an older version that is damaged in the mirror, with an error in the log. Raises
+        ``CorruptionError`` for the newest one, and what the mirror and the pool raise.
+        """
+        done = []
+        for each in wanted:
+            try:
+                self.fetch(each, writer, advance)
+                done.append(each)
+            except CorruptionError as error:
+                if each == self.state.newest:
+                    # To resume from an older one would lose steps silently.
+                    raise
+                _log.error(
+                    "portus: step %d cannot be fetched from the mirror: %s", each.step, error
+                )
+        return done
+
+    def fetch(
+        self, added: Added, writer: PoolWriter, advance: Advance | None = None
+    ) -> VersionRecord:
+        """Commit a version to the pool of ``writer``, as the newest one, with the same model, step
+        and token. Blocks.
+
+        Raises ``CorruptionError`` if bytes are not those of the version, ``StaleError`` if it was
+        removed meanwhile, and what the store and the pool raise. Then the pool is unchanged.
+        """
+        labels = Labels(
+            model=self.model,
+            step=added.step,
+            token=added.token,
+            inexact=added.inexact,
+            metrics=dict(added.metrics),
+        )
+        directory = added.directory.decode(errors="surrogateescape")
+        with self.open(added) as opened:
+            files = [
+                FileToTake(name, file.size, file.read, file.stored.digest)
+                for name, file in opened.items()
+            ]
+            try:
+                return take_files(writer, files, labels, directory=directory, advance=advance)
+            except CorruptionError as error:
+                raise CorruptionError(
+                    f"{self.name}: model {self.model!r}, step {added.step}: {error}"
+                ) from error
 
     def find_damage(self, added: Added | FileAdded, advance: Advance) -> dict[str, CorruptionError]:
         """Return the errors of the missing and damaged objects of a version, or of a file of a run,
-        by their names. Reads all of them. Raises as ``manifest``. advance: called with counts of
-        read bytes; what it raises ends the call."""
+        by their names. Reads all of them. Raises ``StaleError`` as the loads of ``open``. advance:
+        called with counts of read bytes; what it raises ends the call."""
         damage: dict[str, CorruptionError] = {}
         tell = in_turn(advance)
 
@@ -155,11 +194,7 @@ class Mirror(Writer):
             except CorruptionError as error:
                 damage[each.name] = error
 
-        if isinstance(added, FileAdded):
-            objects = [added.object]
-        else:
-            objects = [*self.manifest(added).manifest.files]
-        self._objects.for_each(read, objects)
+        self._objects.for_each(read, [*added.objects.values()])
         if damage:
             self._require_counted(added)
         return damage
@@ -168,26 +203,6 @@ class Mirror(Writer):
         """Raise ``CorruptionError`` for the first object that ``find_damage`` finds."""
         for error in self.find_damage(added, advance).values():
             raise error
-
-    def mend(self, added: Added, reader: PoolReader, version: int, stop: Stop) -> int:
-        """Send the missing and damaged objects of a version again, from a pool that has it under
-        the id ``version``. Return the number of objects. Raises as ``copy``."""
-        damage: dict[str, CorruptionError] = {}
-        with contextlib.suppress(CorruptionError):  # the manifest is damaged: all objects are sent
-            damage = self.find_damage(added, lambda _: stop.check())
-            if not damage:
-                return 0
-        return self.copy(reader, version, stop, damaged=damage).objects
-
-    @contextlib.contextmanager
-    def _meanwhile(self, added: Added | FileAdded) -> Iterator[None]:
-        """Raise ``StaleError`` in place of damage if the version, or the file, was removed
-        meanwhile."""
-        try:
-            yield
-        except CorruptionError:
-            self._require_counted(added)
-            raise
 
     def _require_counted(self, added: Added | FileAdded) -> None:
         """Raise ``StaleError`` if a version, or a file, is not in the mirror any more."""
@@ -223,44 +238,6 @@ def firsts(store: Store) -> Iterator[ListedObject]:
         yield first
         folder, slash, _ = first.name.partition("/")
         after = folder + chr(ord("/") + 1) if slash else first.name  # behind all of the folder
-
-
-class _Source:
-    """The files of a pinned version."""
-
-    def __init__(
-        self, reader: PoolReader, record: VersionRecord, stop: Stop, objects: ModelObjects
-    ) -> None:
-        """Open the version. objects: the target. Raises ``NotMirroredError``."""
-        self._objects: Final = objects
-        self._version: Final = OpenVersion(reader, record, stop)
-        self._files: Final = list(self._version.files.values())
-        if self._version.table is None:
-            raise NotMirroredError(
-                f"{self._version.where}: a version without files (a shelf, or tables)"
-            )
-        self.objects = 0
-        self.put_bytes = 0
-
-    def version(self) -> Version:
-        """Return the version to mirror."""
-        record = self._version.record
-        return Version(
-            info=record.info,
-            pool=self._version.reader.uuid,
-            lengths=record.length,
-            digests=record.digests(np.arange(len(record.length))),
-            contents=record.contents,
-            files=[each.packed for each in self._files],
-        )
-
-    def put(self, number: int, name: str) -> FileObject:
-        """Put a file of the version, and its digest beside it; return the object."""
-        file = self._files[number]
-        sent = self._objects.put_file(name, _in_parts(file.read(0, file.size)), file.size)
-        self.objects += 1
-        self.put_bytes += file.size
-        return FileObject(name, file.size, sent)
 
 
 def _in_parts(pieces: Iterable[memoryview]) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from typing import Final
 from portus.errors import UsageError
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.files import BY_HAND, MirroredFiles
-from portus.reach.mirror.mirror import Mirror, firsts, models
+from portus.reach.mirror.mirror import firsts, models
 from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, model_of, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store
@@ -44,13 +44,10 @@ class Mirrors:
         """Return the models that have a mirror here. Raises as ``mirror.models``."""
         return list(models(self._store, key=self._key))
 
-    def of(self, model: str) -> Mirror:
-        """Return the mirror of a model, which need not exist. It is closed with this object."""
-        return Mirror(self._store, model, key=self._key, name=str(self.address))
-
-    def files_of(self, run: str) -> MirroredFiles:
-        """Return the mirrored files of a run; they are closed with this object."""
-        return MirroredFiles(self._store, run, str(self.address))
+    def of(self, model: str) -> MirroredFiles:
+        """Return the mirror of a model or run, which need not exist. It is closed with this
+        object."""
+        return MirroredFiles(self._store, model, str(self.address))
 
     def has(self, model: str) -> bool:
         """Return whether the model has a mirror here. Makes one request."""
@@ -65,7 +62,7 @@ class Mirrors:
         """Return the runs that have files here, and no log. Makes a list for each model."""
         folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}
         runs = {model_of(each) for each in folders} - {None, *self.models()}
-        return sorted(run for run in runs if run and self.files_of(run).files_alone())
+        return sorted(run for run in runs if run and self.of(run).files_alone())
 
     def close(self) -> None:
         """Close the store."""

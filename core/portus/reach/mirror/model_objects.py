@@ -14,9 +14,7 @@ from portus.errors import CorruptionError
 from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, digest_line, prefix_of
 from portus.reach.mirror.store import ListedObject, MissingError, Part, Store
 from portus.reach.versions.parallel import abreast, in_any_order
-
-ABREAST: Final = 4
-"""Requests at once."""
+from portus.reach.versions.take_files import ABREAST
 
 Advance = Callable[[int], object]
 """Called with counts of read bytes."""
@@ -69,7 +67,7 @@ class ModelObjects:
         """Delete objects as ``Store.delete`` does."""
         self.store.delete([self.path(name) for name in names])
 
-    def for_each(self, request: Callable[[_Item], None], items: Sequence[_Item]) -> None:
+    def for_each(self, request: Callable[[_Item], object], items: Sequence[_Item]) -> None:
         """Make a request for each item, in parallel, in any order. If it raises, some requests may
         have taken effect."""
         in_any_order(request, items, ABREAST)

@@ -14,10 +14,10 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
-import xxhash
 
 from portus.engine.copying.local import best_engine
 from portus.engine.copying.segments import Column, Digests, Segments, Sources, Stop, cut, memory
@@ -27,10 +27,10 @@ from portus.engine.media.file_calls import write_all
 from portus.errors import CorruptionError, MediumError
 from portus.reach.index.file_table import PackedFile
 from portus.reach.media.local import naming_call
-from portus.reach.mirror.model_objects import ABREAST
 from portus.reach.mirror.objects import FileObject
 from portus.reach.mirror.store import Part
 from portus.reach.versions.parallel import abreast, in_any_order
+from portus.reach.versions.take_files import ABREAST, FileToTake, digest_of, pack_file
 
 Load = Callable[[str, int, int], Part]
 """Returns a range of an object. Raises the errors of a load."""
@@ -50,8 +50,11 @@ _AHEAD: Final = 64
 _CHECKED: Final = 4 * UNIT
 """Bytes in memory during a check."""
 
-_HASHED: Final = 1 << 20
-"""Bytes to read and then hash, while they are in the processor's cache."""
+_WHOLE: Final = 1 << 20
+"""Bytes of a file that is read at once."""
+
+_READ_BACK: Final = 1 << 20
+"""Bytes of a file to read back at once."""
 
 _Range = tuple[int, int]
 """A range of a file: its first byte, and the first byte after it."""
@@ -64,25 +67,34 @@ class ObjectFile(ReadOnlyMedium):
 
     number: Final = None
 
-    def __init__(self, name: str, file: PackedFile, stored: FileObject, load: Load) -> None:
-        """Make no request. name: of the store, for messages. stored: ``file`` as an object."""
-        self._name: Final = name
+    def __init__(self, where: str, name: str, stored: FileObject, load: Load) -> None:
+        """Make no request. where: the store, for messages. stored: the file ``name`` as an
+        object."""
+        self._where: Final = where
         self._load: Final = load
-        self.file: Final = file
-        self._stored: Final = stored
-        spans = file.spans()
-        is_kept = (spans.storage == len(file.length)) & (spans.length > 0) & (spans.length <= UNIT)
-        self._kept: Final = _join(
-            zip(spans.begin[is_kept].tolist(), spans.length[is_kept].tolist(), strict=True)
-        )
-        """The ranges to read at once."""
-        self._bytes: dict[_Range, memoryview] = {}
-        """The bytes of these ranges, once they were read."""
+        self.name: Final = name
+        self.stored: Final = stored
+        self._bytes: Final[dict[_Range, memoryview]] = {}
+        """The bytes of the ranges to read at once, once they were read."""
         self._ahead: _Ahead | None = None
+
+    @cached_property
+    def _ranges_around(self) -> list[_Range]:
+        """The ranges to read at once: all of a small file; else those around the storages."""
+        if self.size <= _WHOLE:
+            return [(0, self.size)] if self.size else []
+        return self._around(pack_file(FileToTake(self.name, self.size, self.read)))
+
+    @staticmethod
+    def _around(file: PackedFile) -> list[_Range]:
+        spans = file.spans()
+        begin, length = spans.begin[::2], spans.length[::2]  # the others are storages
+        is_small = (length > 0) & (length <= UNIT)
+        return _join(zip(begin[is_small].tolist(), length[is_small].tolist(), strict=True))
 
     @property
     def info(self) -> MediumInfo:
-        return MediumInfo(MIRROR, self._name, 1, volatile=False, writable=False)
+        return MediumInfo(MIRROR, self._where, 1, volatile=False, writable=False)
 
     @property
     def medium(self) -> ObjectFile:
@@ -90,7 +102,7 @@ class ObjectFile(ReadOnlyMedium):
 
     @property
     def size(self) -> int:
-        return self.file.size
+        return self.stored.size
 
     def extents(self, offset: Column, length: Column) -> tuple[Column, Column]:
         return offset, length
@@ -117,7 +129,7 @@ class ObjectFile(ReadOnlyMedium):
 
     def read(self, offset: int, length: int) -> memoryview:
         """Return a range, by requests of its own. Thread-safe."""
-        return memoryview(self._load(self._stored.name, offset, length) if length else b"")
+        return memoryview(self._load(self.stored.name, offset, length) if length else b"")
 
     def fetch(self, targets: Sources, stop: Stop) -> Digests:
         """See ``RemoteMedium``."""
@@ -139,7 +151,7 @@ class ObjectFile(ReadOnlyMedium):
     def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
         """Write all of it to the open and empty file ``number``, verified. path: for messages.
         advance: called with counts of bytes. Raises ``CorruptionError`` if an object is damaged."""
-        again, there = memoryview(bytearray(_HASHED)), 0
+        again, there = memoryview(bytearray(_READ_BACK)), 0
 
         def get(start: int) -> int:
             data = self.read(start, min(UNIT, self.size - start))
@@ -159,10 +171,10 @@ class ObjectFile(ReadOnlyMedium):
         arriving = abreast(get, range(0, self.size, UNIT), ABREAST, _AHEAD)
         with contextlib.closing(arriving):
             # Read back from the file, so that a failed write shows as well, while more arrives.
-            found, stored = digest_of(get_back, 0, self.size), self._stored
+            found, stored = digest_of(get_back, 0, self.size), self.stored
         if found != stored.digest:
             raise CorruptionError(
-                f"{self._name}: {stored.name}: expected the digest {stored.digest.hex()}, "
+                f"{self._where}: {stored.name}: expected the digest {stored.digest.hex()}, "
                 f"found {found.hex()}"
             )
 
@@ -172,7 +184,7 @@ class ObjectFile(ReadOnlyMedium):
             self._ahead.close()
 
     def _refusal(self) -> MediumError:
-        return MediumError(errno.EROFS, f"{self._name}: a mirror is written by its writer alone")
+        return MediumError(errno.EROFS, f"{self._where}: a mirror is written by its writer alone")
 
     def _expect(self, segments: Segments) -> None:
         """Have these segments read ahead, unless they are already."""
@@ -193,36 +205,28 @@ class ObjectFile(ReadOnlyMedium):
         kept = self._range_at(offset)
         if kept is not None:
             if kept not in self._bytes:
-                self._read_kept()
+                self._read_around()
             return _copy(self._bytes[kept], offset - kept[0], view)
         arrived = None if self._ahead is None else self._ahead.take(offset)
         if arrived is not None:
             return _copy(arrived, 0, view)
-        after = bisect.bisect(self._kept, (offset, offset))
-        if after < len(self._kept):
-            view = view[: self._kept[after][0] - offset]
+        after = bisect.bisect(self._ranges_around, (offset, offset))
+        if after < len(self._ranges_around):
+            view = view[: self._ranges_around[after][0] - offset]
         return _copy(self.read(offset, len(view)), 0, view)
 
     def _range_at(self, offset: int) -> _Range | None:
         """Return the range to read at once that has that byte; None if there is none."""
-        before = bisect.bisect(self._kept, (offset, self.size)) - 1
-        found = self._kept[before] if before >= 0 else (0, 0)
+        before = bisect.bisect(self._ranges_around, (offset, self.size)) - 1
+        found = self._ranges_around[before] if before >= 0 else (0, 0)
         return found if offset < found[1] else None
 
-    def _read_kept(self) -> None:
+    def _read_around(self) -> None:
         def read(part: _Range) -> None:
             self._bytes[part] = self.read(part[0], part[1] - part[0])
 
-        missing = [part for part in self._kept if part not in self._bytes]
+        missing = [part for part in self._ranges_around if part not in self._bytes]
         in_any_order(read, missing, _count(missing))
-
-
-def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: int) -> bytes:
-    """Return the xxh3_128 of ``size`` bytes of a file, from ``start`` on."""
-    hasher = xxhash.xxh3_128()
-    for at in range(start, start + size, _HASHED):
-        hasher.update(read(at, min(_HASHED, start + size - at)))
-    return hasher.digest()
 
 
 class _Ahead:

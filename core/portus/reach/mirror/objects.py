@@ -5,27 +5,27 @@ All objects of a model are below one prefix (``prefix_of``)::
     <path>                 a whole file of a run, and its digest beside it
     versions/<...>/<name>  the same of a file of a version, in a pool
     _portus/log/<number>   numbered from the newest down: the first of a list is the newest
-    _portus/manifests/<name>  one for each version: its files, and their objects
     _portus/quoted/<path>  a file of a run whose path no object can have for a name
     _portus/before/<random>/<name>  the earlier contents of such a file, until the new ones count
     _portus/again/<name>   the replacement of such a file, if the store copies no object that large
 
-An entry of the log is created if absent, and never changed or deleted. The name of a manifest is
-never used for other bytes: it has the digest, the length, and a random tag. So a late
-request writes the same bytes again.
+An entry of the log is created if absent, and never changed or deleted. The name of a file of a
+version is never used for other bytes: it has a random tag. So a late request writes the same bytes
+again.
 
-Entries and manifests are msgpack behind a header (``HEADER``), whose digest covers the name too: an
-object that was moved to another name is damaged. ``docs/format.md`` has all of it, and is tested.
+Entries are msgpack behind a header (``HEADER``), whose digest covers the name too: an entry that
+was moved to another name is damaged. ``docs/format.md`` has all of it, and is tested.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import posixpath
 import re
 import urllib.parse
-from collections.abc import Collection
-from typing import Annotated, Final, TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping
+from typing import Annotated, Final, cast
 
 import msgspec
 from msgspec import Meta
@@ -40,7 +40,6 @@ OWN: Final = "_portus/"
 """The prefix of all objects but checkpoint files under their own names."""
 
 LOG: Final = OWN + "log/"
-MANIFESTS: Final = OWN + "manifests/"
 QUOTED: Final = OWN + "quoted/"
 BEFORE: Final = OWN + "before/"
 AGAIN: Final = OWN + "again/"
@@ -63,9 +62,6 @@ FACTS_MAX: Final = 1 << 16
 """Facts of one entry, at most."""
 TERMS_MAX: Final = 256
 """Terms of a state, at most: it has the last ones."""
-GONE_MAX: Final = 1 << 14
-"""Manifests in ``gone`` of a state, at most: it has the last ones. Objects of older ones may be
-deleted too early for their readers, which then start over."""
 
 HEADER: Final = Record(
     "object header",
@@ -103,7 +99,7 @@ class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
     """The claim of a writer: from here on only its entries count, in a term of its own.
 
     ``who``: for messages. ``pool``: the identity of the mirrored pool, and ``commit`` the newest
-    commit there: later commits belong to this term. ``passing``: the writer removes and collects,
+    commit there: later commits belong to this term. ``passing``: the writer removes and sweeps,
     mirrors nothing, and then ends.
     """
 
@@ -113,13 +109,22 @@ class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
     passing: bool = False
 
 
+class FileObject(msgspec.Struct, frozen=True, array_like=True):
+    """A file: the object ``name``, and the xxh3_128 of all of it."""
+
+    name: _Name
+    size: _Count
+    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+
+
 class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
-    """A version is mirrored: all objects that ``manifest`` names exist.
+    """A version is mirrored: its files exist as objects.
 
     ``term`` and ``commit`` are its place in the history: the term in which it was committed, and
     its commit in its pool. The version with the highest of both is the newest. ``size`` in bytes;
     ``time_ns``, ``step``, ``token``, ``inexact`` and ``metrics`` are those of ``VersionInfo``.
-    ``manifest``: name of the object, without its folder. Replaces the version's earlier fact.
+    ``directory``: of the pointers, as in ``FileTable``. ``files``: their names, and the object of
+    each. Names and paths are bytes, since they may be no text.
     """
 
     token: _Token
@@ -129,8 +134,19 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
     time_ns: _Count
     size: _Count
     inexact: bool
-    manifest: _Name
+    directory: Annotated[bytes, Meta(max_length=PATH_SIZE_MAX)]
+    files: dict[bytes, FileObject]
     metrics: _Metrics = {}
+
+    @property
+    def objects(self) -> Mapping[str, FileObject]:
+        """The objects of the files, by the names of those."""
+        return {name.decode(errors="surrogateescape"): each for name, each in self.files.items()}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The place in the history; the newest version has the highest."""
+        return self.term, self.commit
 
     def info(self, model: str, number: int, commit: int) -> VersionInfo:
         """Return its ``VersionInfo``, as version ``number`` of the place that it is read from."""
@@ -151,14 +167,6 @@ class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     """A version is removed."""
 
     token: _Token
-
-
-class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A file: the object ``name``, and the xxh3_128 of all of it."""
-
-    name: _Name
-    size: _Count
-    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
 class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
@@ -182,9 +190,10 @@ class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
     retired: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
 
     @property
-    def object(self) -> FileObject:
-        """The object that is the file."""
-        return FileObject(self.name, self.size, self.digest)
+    def objects(self) -> Mapping[str, FileObject]:
+        """The object that is the file, by its name; none of a link."""
+        object_ = FileObject(self.name, self.size, self.digest)
+        return {} if self.link else {posixpath.basename(self.path): object_}
 
     def info(self, model: str) -> VersionInfo:
         """Return what is known of the file, as of a version."""
@@ -197,16 +206,7 @@ class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
     path: _Path
 
 
-class Collected(msgspec.Struct, frozen=True, array_like=True, tag="collected"):
-    """Objects that no version needs are about to be deleted, also those that only versions needed
-    which an entry up to ``until`` removed. ``time_ns``: when, by the clock of the writer; 0:
-    unknown."""
-
-    until: _Count
-    time_ns: _Count = 0
-
-
-Fact = Claimed | Added | Removed | FileAdded | FileRemoved | Collected
+Fact = Claimed | Added | Removed | FileAdded | FileRemoved
 """A fact of an entry of the log. An entry's facts apply in order, all at once."""
 
 
@@ -222,9 +222,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     """The state of a log, up to the entry ``number``.
 
     ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
-    first. ``versions``: in the order in which they were added. ``gone``: manifests that no version
-    has any more, and the numbers of the entries since which: readers may still need them, with
-    their objects. ``collected_ns``: ``time_ns`` of the last ``Collected``.
+    first. ``versions``: in the order in which they were added.
     ``files``: those of a run in a directory, which has no versions.
     """
 
@@ -235,9 +233,13 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     passing: bool = False
     terms: tuple[Term, ...] = ()
     versions: tuple[Added, ...] = ()
-    gone: tuple[tuple[_Name, _Count], ...] = ()
-    collected_ns: _Count = 0
     files: tuple[FileAdded, ...] = ()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of all objects that count, by their names."""
+        facts: list[Added | FileAdded] = [*self.versions, *self.files]
+        return sizes_of(file for each in facts for file in each.objects.values())
 
     @property
     def newest_file(self) -> FileAdded | None:
@@ -258,7 +260,13 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     @property
     def newest(self) -> Added | None:
         """The version from which a training continues; None if there is none."""
-        return max(self.versions, key=lambda each: (each.term, each.commit), default=None)
+        return max(self.versions, key=lambda each: each.place, default=None)
+
+    def missing(self, own: Collection[VersionInfo]) -> list[Added]:
+        """Return the versions that a pool with the versions ``own`` lacks, oldest first."""
+        tokens = {info.token for info in own}
+        found = [each for each in self.versions if each.token not in tokens]
+        return sorted(found, key=lambda each: each.place)
 
     def version(self, token: bytes) -> Added | None:
         """Return the version of that token; None if it is not there."""
@@ -273,10 +281,10 @@ class State(msgspec.Struct, frozen=True, array_like=True):
         if newest is None or any(each.token == newest.token for each in versions):
             return False
         claims = [each for each in self.terms if each.pool == pool and each.commit <= commit]
-        if claims and (newest.term, newest.commit) <= (claims[-1].number, commit):
+        if claims and newest.place <= (claims[-1].number, commit):
             return False
         places = [(self.term_of(pool, each.commit), each.commit) for each in versions]
-        return max(places, default=(0, 0)) < (newest.term, newest.commit)
+        return max(places, default=(0, 0)) < newest.place
 
     def term_of(self, pool: bytes, commit: int) -> int:
         """Return the term in which a pool made a commit: that of the last claim of the pool before
@@ -293,34 +301,19 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     term: _Count
     writer: _Writer
     facts: Annotated[
-        tuple[Claimed | Added | Removed | FileAdded | FileRemoved | Collected, ...],
+        tuple[Claimed | Added | Removed | FileAdded | FileRemoved, ...],
         Meta(min_length=1, max_length=FACTS_MAX),
     ]
     state: State | None = None
 
 
-class Manifest(msgspec.Struct, frozen=True, array_like=True):
-    """A version, and the objects of its files.
-
-    ``lengths``: of its storages, little-endian int64. ``digests``: 16 bytes for each of their
-    units. ``contents``: as in its record, the table of its files. ``files``: the object of
-    each.
-    """
-
-    model: _Name
-    token: _Token
-    lengths: bytes
-    digests: bytes
-    contents: bytes
-    files: tuple[FileObject, ...]
-
-    def object_sizes(self) -> dict[str, int]:
-        """Return the sizes of all objects that the version needs, by name."""
-        sizes = {}
-        for each in self.files:
-            sizes[each.name] = each.size
-            sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
-        return sizes
+def sizes_of(files: Iterable[FileObject]) -> dict[str, int]:
+    """Return the sizes of these objects, and of the digests beside them, by their names."""
+    sizes = {}
+    for each in files:
+        sizes[each.name] = each.size
+        sizes[each.name + DIGEST_SUFFIX] = len(digest_line(each.name, each.digest))
+    return sizes
 
 
 def digest_line(name: str, sent: bytes) -> bytes:
@@ -412,17 +405,8 @@ def entry_number(name: str) -> int | None:
     return NUMBER_MAX - int(match[1]) if match else None
 
 
-def content_name(content: bytes, length: int, tag: bytes) -> str:
-    """Return the name of a manifest, in its folder. content: the digest of its contents. tag:
-    random, and new after each collection."""
-    return f"{content.hex()}-{length}-{tag.hex()}"
-
-
-_T = TypeVar("_T", LogEntry, Manifest)
-
-
 class Seal:
-    """Seals the objects of a mirror, with a key or without."""
+    """Seals the entries of a mirror's log, with a key or without."""
 
     def __init__(self, key: bytes | None = None) -> None:
         """key: as it was configured, of any length. None: reads detect only accidents."""
@@ -432,27 +416,13 @@ class Seal:
         """Return the object of ``entry``."""
         return self._wrap(entry_name(number), _encoder.encode(entry))
 
-    def manifest(self, manifest: Manifest, tag: bytes) -> tuple[str, bytes]:
-        """Return the name of the object of ``manifest`` in its folder, and the object."""
-        payload = _encoder.encode(manifest)
-        name = content_name(digest(payload), HEADER.size + len(payload), tag)
-        return name, self._wrap(MANIFESTS + name, payload)
-
     def read_entry(self, number: int, data: bytes, model: str | None = None) -> LogEntry:
         """Return the entry in an object. model: the expected one, if that is known. Raises
         ``CorruptionError``; ``UsageError`` if a newer Portus wrote it, or if it needs a key."""
-        return self._read(_entries, entry_name(number), data, model)
-
-    def read_manifest(self, name: str, data: bytes, model: str) -> Manifest:
-        """Return the manifest in an object, columns unchecked. Raises as ``read_entry``."""
-        return self._read(_manifests, MANIFESTS + name, data, model)
-
-    def _read(
-        self, decoder: msgspec.msgpack.Decoder[_T], name: str, data: bytes, model: str | None
-    ) -> _T:
+        name = entry_name(number)
         payload = self._unwrap(name, data)
         try:
-            said = decoder.decode(payload)
+            said = _entries.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptionError(f"{name}: {error}") from error
         if model is not None and said.model != model:
@@ -505,4 +475,3 @@ _ELSEWHERE: Final = re.compile(rf"^(?:{AGAIN}|{BEFORE}[0-9a-f]{{{2 * WRITER_SIZE
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _entries: Final = msgspec.msgpack.Decoder(LogEntry)
-_manifests: Final = msgspec.msgpack.Decoder(Manifest)

@@ -14,13 +14,12 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
 from portus.reach.mirror.background_copier import who
-from portus.reach.mirror.fetching import missing
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.objects import DIGEST_SUFFIX, FACTS_MAX, Added, FileAdded, Removed, State
-from portus.reach.mirror.writer import DeletedObjects
+from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, State
+from portus.reach.mirror.store import ListedObject
 from portus.reach.places.base import (
     Abilities,
     Check,
@@ -90,8 +89,7 @@ class MirroredCheckpoint(StoredCheckpoint):
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenCheckpoint]:
-        with self._mirror.open(self.added) as opened:
-            files = opened.files()
+        with self._mirror.open(self.added) as files:
 
             def write(name: str, path: str, advance: Callable[[int], None]) -> None:
                 number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -114,7 +112,7 @@ class MirrorPlace(OpenPlace):
     origin, it is mirrored again."""
 
     parts, piece = "mirrors", "object"
-    after_removal = "the run that mirrors there, or portus gc, deletes the objects a day later"
+    after_removal = "their objects are deleted"
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
@@ -151,7 +149,7 @@ class MirrorPlace(OpenPlace):
                     raise
                 skipped[each] = error
                 continue
-            for number, added in enumerate(missing(state, ()), len(found) + 1):
+            for number, added in enumerate(state.missing(()), len(found) + 1):
                 info = added.info(each, number, added.commit)
                 found.append(MirroredCheckpoint(self.place, info, mirror, added))
             # By term first: a late upload of an old run counts as old (decision 0141).
@@ -167,16 +165,14 @@ class MirrorPlace(OpenPlace):
             for model in dict.fromkeys(each.info.model for each in chosen):
                 own = [each for each in chosen if each.info.model == model]
                 tokens = [each.info.token for each in own if not each.path]
-                if tokens:
-                    retry(partial(_remove, self.mirrors.of(model), tokens))
-                if paths := [each.path for each in own if each.path]:
-                    retry(partial(_remove_files, self.mirrors.files_of(model), paths))
+                paths = [each.path for each in own if each.path]
+                retry(partial(_remove, self.mirrors.of(model), tokens, paths))
             return 0
 
         yield act
 
     def checks(self, chosen: Sequence[StoredCheckpoint] | None, pace: CheckPace) -> Iterator[Check]:
-        """Yield checks, see ``OpenPlace``: one for each version, since manifests may be damaged."""
+        """Yield checks, see ``OpenPlace``."""
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: --rate is for files and pools, not for a mirror")
         found = self.list() if chosen is None else chosen
@@ -184,11 +180,10 @@ class MirrorPlace(OpenPlace):
             if damage:
                 yield Check(self.place.path, model, partial(_fail, self.place, model, damage))
             if chosen is None:
-                for name in [
-                    each.name for each in self.mirrors.files_of(model).objects_without_entry()
-                ]:
-                    if not name.endswith(DIGEST_SUFFIX):
-                        pace.tell(f"{self.place}: {model}: {printable(name)} {UNCOUNTED}")
+                for found_ in self.mirrors.of(model).objects_without_entry():
+                    if not found_.name.endswith(DIGEST_SUFFIX):
+                        name = printable(found_.name)
+                        pace.tell(f"{self.place}: {model}: {name} {UNCOUNTED}")
         for each in found:
             assert isinstance(each, MirroredCheckpoint)
             if not each.leads_to:
@@ -229,27 +224,21 @@ def term_of(state: State) -> dict[str, str | int | bool | None]:
     return {"term": state.term, "writer": state.who or None, "passing": state.passing}
 
 
-def _garbage(freed: DeletedObjects) -> Garbage:
-    return Garbage(pieces=freed.objects, freed=freed.size)
+def _garbage(found: Sequence[ListedObject]) -> Garbage:
+    return Garbage(pieces=len(found), freed=sum(each.size for each in found))
 
 
 def _collect(mirror: Mirror, found: Garbage) -> Garbage:
-    def collect() -> DeletedObjects:
+    def collect() -> Garbage:
         # Only the holder of the term may delete (decision 0141).
         claim(mirror, "gc")
-        return mirror.collect()
+        return _garbage(mirror.sweep())
 
-    return _garbage(retry(collect)) if found.pieces else found
+    return retry(collect) if found.pieces else found
 
 
-def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
+def _remove(files: MirroredFiles, tokens: Sequence[bytes], paths: Sequence[str]) -> None:
     # Those that exist at the claim: a run may have removed some since they were listed.
-    there = {each.token for each in claim(mirror, "rm").versions}
-    gone = [token for token in tokens if token in there]
-    for start in range(0, len(gone), FACTS_MAX):
-        mirror.note([Removed(token) for token in gone[start : start + FACTS_MAX]])
-
-
-def _remove_files(files: MirroredFiles, paths: Sequence[str]) -> None:
     claim(files, "rm")
+    files.remove_versions(tokens)
     files.remove(paths)

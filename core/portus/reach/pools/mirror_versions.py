@@ -9,7 +9,6 @@ from portus.engine.loading.checkpoint_file import use_newest
 from portus.engine.loading.patterns import Patterns
 from portus.errors import NoCheckpointError, UsageError
 from portus.reach.mirror.address import EXPECTED, is_store
-from portus.reach.mirror.fetching import place_of
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors, resolve
 from portus.reach.mirror.objects import Added
@@ -62,7 +61,7 @@ class MirrorStep(NamedTuple):
 
 
 def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
-    versions = sorted(mirror.read().versions, key=place_of)
+    versions = mirror.read().missing(())
     chosen = [MirrorStep(mirror, each) for each in versions if step in (None, each.step)]
     if not chosen:
         steps = [each.step for each in versions[-_SHOWN:]]
@@ -75,7 +74,7 @@ def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
 def load_version(mirror: Mirror, added: Added, names: Patterns = None, **settings: Any) -> object:
     """Return the state of a version of a mirror: of several files a dict, by their names. settings:
     those of ``restore.load_files``. Raises as that and ``Mirror.open``."""
-    with mirror.open(added) as opened:
+    with mirror.open(added) as files:
         info = added.info(mirror.model, 0, added.commit)
-        found = restore.load_files(opened.files(), info, names, **settings)
+        found = restore.load_files(files, info, names, **settings)
     return found if len(found) > 1 else next(iter(found.values()))

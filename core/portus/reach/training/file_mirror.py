@@ -614,7 +614,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _fetch_file(self, said: FileAdded, number: int, advance: Callable[[int], None]) -> None:
         with self._mirror.open(said) as opened:
-            opened.parts[0].write(number, said.path, advance)
+            for part in opened.values():
+                part.write(number, said.path, advance)
         with contextlib.suppress(OSError):
             # Before it is published: a Lightning that starts chooses by times (decision 0208).
             os.utime(number, ns=(said.time_ns, said.time_ns))

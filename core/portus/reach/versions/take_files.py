@@ -1,0 +1,231 @@
+"""``take_files``: makes files a version of a pool, wherever they are open. No torch.
+
+The storages of a file are those that its directory or header names, so they begin on pages, and
+later versions share them. Every byte of a file is a byte of the version, whatever the directory
+says: damage there costs the order in the pool, and shows in the verification.
+
+Each byte of a file is requested once, in ranges, several at a time, and its directory once more.
+Before the commit the stored bytes are read back and verified, so a failed write shows too.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import numpy as np
+import xxhash
+
+from portus.engine.copying.local import check
+from portus.engine.copying.segments import Column, Sources, Stop
+from portus.engine.format.checksum import UNIT
+from portus.engine.image.image import Read
+from portus.engine.image.integrity import verify_by_format
+from portus.engine.image.torch_reader import ZipDirectory, key_order
+from portus.engine.image.torch_zip import (
+    DESCRIPTOR,
+    DESCRIPTOR64,
+    LIMIT32,
+    LOCAL,
+    STORAGES,
+    ZIP,
+)
+from portus.engine.media.base import Medium
+from portus.engine.pipeline.draft import Labels
+from portus.errors import CorruptionError, UsageError
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
+from portus.reach.index.place import load_class
+from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import VersionRecord
+from portus.reach.versions.parallel import abreast, in_any_order, in_turn
+from portus.reach.versions.pool_draft import PoolDraft
+
+ABREAST: Final = 4
+"""Ranges that are requested at once."""
+
+_HASHED: Final = 1 << 20
+"""Bytes to read and then hash, while they are in the processor's cache."""
+
+_TAIL: Final = 64 << 10
+"""Bytes at the end of a file that one request reads: in most torch files, all of the directory."""
+
+_SAFETENSORS: Final = "portus.reach.formats.safetensors:"
+"""Imported when it is first needed: a floor above, without torch, as a storage host needs it."""
+
+
+class FileToTake(NamedTuple):
+    """An open file of ``size`` bytes. ``name``: in the version.
+
+    ``read``: returns a range that the file has; several threads call it. ``reads(file)`` is one for
+    an ``OpenFile``. ``digest``: the xxh3_128 of all of the file; None if it is not known: then the
+    digests in the file verify it.
+    """
+
+    name: str
+    size: int
+    read: Callable[[int, int], bytes | memoryview]
+    digest: bytes | None = None
+
+
+def take_files(
+    writer: PoolWriter,
+    files: Sequence[FileToTake],
+    labels: Labels,
+    *,
+    directory: str = "",
+    advance: Callable[[int], object] | None = None,
+) -> VersionRecord:
+    """Commit a version of these files to the pool of ``writer``, as the newest one. Blocks.
+
+    labels: of the version; ``contents`` is set here. directory: of the pointers, see ``FileTable``.
+    advance: called with the number of newly arrived bytes, by one thread at a time; what it raises
+    ends the call.
+
+    Raises ``CorruptionError`` if the bytes of a file do not match a digest, and what the reads and
+    the pool raise. Then the pool is unchanged.
+    """
+    packed = list(abreast(pack_file, files, ABREAST))
+    table = FileTable(packed, directory)
+    lengths: Column = np.array(table.lengths, np.int64)
+    draft = PoolDraft(writer, lengths)
+    try:
+        count = len(lengths)
+        reserved = draft.reserve(np.arange(count), np.zeros(count, np.int64))
+        placed = _PlacedFiles(writer.medium, packed, lengths, reserved.target)
+        tell = in_turn(advance)
+
+        def bring(part: tuple[int, int]) -> None:
+            number, start = part
+            data = memoryview(files[number].read(start, min(UNIT, files[number].size - start)))
+            placed.store(number, start, data)
+            tell(len(data))
+
+        sizes = enumerate(each.size for each in files)
+        in_any_order(bring, [(n, at) for n, size in sizes for at in range(0, size, UNIT)], ABREAST)
+        digests = check(writer.medium, reserved.target, Stop())
+        # Before the commit: only right bytes are ever part of a version (V4).
+        for number, each in enumerate(files):
+            placed.verify(number, each)
+        draft.note(reserved, digests)
+        return draft.commit(replace(labels, contents=encode_table(table)))
+    finally:
+        draft.release()
+
+
+def pack_file(file: FileToTake) -> PackedFile:
+    """Return a file with the places of its storages, as its directory or header says; without any
+    if it is no torch or safetensors file, or a damaged one. Reads little, and verifies nothing: the
+    storages lie within the file and do not overlap, and that is all."""
+
+    name, size = file.name, file.size
+    tail_at = max(0, size - _TAIL)
+    tail = bytes(file.read(tail_at, size - tail_at)) if size else b""
+
+    def read_bytes(offset: int, length: int) -> bytes:
+        if offset >= tail_at:
+            return tail[offset - tail_at :][:length]
+        return bytes(file.read(offset, length))
+
+    offset = length = np.zeros(0, np.int64)
+    with contextlib.suppress(CorruptionError, UsageError):
+        begin = read_bytes(0, 9)
+        if begin.startswith(ZIP):
+            offset, length = _storages_of_torch(ZipDirectory(read_bytes, size, name))
+        elif load_class(_SAFETENSORS + "is_safetensors")(begin):
+            found = load_class(_SAFETENSORS + "read_safetensors")(read_bytes, size, name)
+            offset, length = found.offset, found.length
+    return PackedFile(name, size, offset, length)
+
+
+def _storages_of_torch(directory: ZipDirectory) -> tuple[Column, Column]:
+    """Return the places of the storages of a torch file, by its directory alone: each ends where
+    the next record begins, but for its descriptor. The headers of the records, which say where
+    data begins, would cost a request each."""
+    records = sorted(directory.records, key=lambda each: each.header_offset)
+    ends = [*(each.header_offset for each in records[1:]), directory.start]
+    found: dict[str, tuple[int, int]] = {}
+    for each, end in zip(records, ends, strict=True):
+        at, length = each.header_offset, each.file_size
+        name = each.orig_filename.partition("/")[2]
+        if name.startswith(STORAGES):
+            descriptor = DESCRIPTOR64 if max(at, length) >= LIMIT32 else DESCRIPTOR
+            begin = end - length - (descriptor.size if length else 0)
+            if begin < at + LOCAL.size:
+                directory.bad(at, "the length of a record", "one within the file", length)
+            found[name[len(STORAGES) :]] = begin, length
+    rows = [found[key] for key in sorted(found, key=key_order)]
+    offset, length = np.array(rows, np.int64).reshape(-1, 2).T
+    return offset, length
+
+
+class _PlacedFiles:
+    """Files at their places in a pool."""
+
+    def __init__(
+        self, medium: Medium, files: Sequence[PackedFile], lengths: Column, target: Sources
+    ) -> None:
+        """lengths: of all storages, as in a ``FileTable``. target: their extents in the pool, end
+        to end."""
+        self._medium: Final = medium
+        self._files: Final = files
+        self._spans: Final = [each.spans() for each in files]
+        self._firsts: Final = [0, *itertools.accumulate(len(each.length) for each in files)]
+        self._begins: Final[list[int]] = (np.cumsum(lengths) - lengths).tolist()
+        self._offsets: Final[list[int]] = (target.extent_offset + target.extent_length).tolist()
+        self._ends: Final[list[int]] = np.cumsum(target.extent_length).tolist()
+
+    def store(self, number: int, offset: int, data: memoryview) -> None:
+        """Store a range of a file. Thread-safe for ranges that do not overlap."""
+        for at, size in self._pieces(number, offset, len(data)):
+            self._medium.store(at, data[:size])
+            data = data[size:]
+
+    def _reads(self, number: int) -> Read:
+        """Return a function that reads a file back."""
+
+        def read(offset: int, length: int) -> bytes:
+            found = bytearray(max(0, min(length, self._files[number].size - offset)))
+            view = memoryview(found)
+            for at, size in self._pieces(number, offset, len(found)):
+                self._medium.load(at, view[:size])
+                view = view[size:]
+            return bytes(found)
+
+        return read
+
+    def verify(self, number: int, file: FileToTake) -> None:
+        """Raise ``CorruptionError`` unless the stored bytes are those of the file."""
+        read = self._reads(number)
+        if file.digest is None:
+            verify_by_format(read, file.size, file.name)
+        elif (found := digest_of(read, 0, file.size)) != file.digest:
+            raise CorruptionError(
+                f"{file.name}: expected the digest {file.digest.hex()}, found {found.hex()}"
+            )
+
+    def _pieces(self, number: int, offset: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield the places in the pool, and their lengths, of a range of a file."""
+        for storage, inside, length in self._spans[number].within(offset, size):
+            index = self._firsts[number] + storage
+            if storage == len(self._files[number].length):
+                # The bytes around the storages of the files come after all storages.
+                index = self._firsts[-1] + number
+            start = self._begins[index] + inside
+            while length:
+                row = bisect.bisect_right(self._ends, start)
+                left = self._ends[row] - start
+                taken = min(left, length)
+                yield self._offsets[row] - left, taken
+                start, length = start + taken, length - taken
+
+
+def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: int) -> bytes:
+    """Return the xxh3_128 of ``size`` bytes of a file, from ``start`` on."""
+    hasher = xxhash.xxh3_128()
+    for at in range(start, start + size, _HASHED):
+        hasher.update(read(at, min(_HASHED, start + size - at)))
+    return hasher.digest()
