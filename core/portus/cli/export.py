@@ -28,7 +28,7 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
 from portus.reach.leaving.options import TORCH_SUFFIXES, ExportOptions, WrittenExport
 from portus.reach.media.local import LocalFiles
-from portus.reach.places.base import OpenCheckpoint
+from portus.reach.places.base import CheckpointFile, OpenCheckpoint
 from portus.reach.places.opening import newest
 from portus.reach.pools.resolve import use_reference
 from portus.reach.versions.open_version import open_version
@@ -102,10 +102,10 @@ def size_of(text: str) -> int:
     return int(match[1]) * int(base ** ("kmgt".index(match[2].lower()) + 1 if match[2] else 0))
 
 
-def _write(opened: OpenCheckpoint, name: str, path: str) -> None:
+def _write(file: CheckpointFile, name: str, path: str) -> None:
     """Write a file of a checkpoint to ``path``, verified."""
-    with counter(name, opened.files[name].size) as add:
-        opened.write(name, path, add)
+    with counter(name, file.size) as add, open(path, "w+b") as out:
+        file.write(out.fileno(), path, add)
 
 
 def _write_version(
@@ -123,8 +123,8 @@ def _write_version(
         with in_place(
             options.out, force=options.force, made=names.__contains__, size=size
         ) as directory:
-            for name in names:
-                _write(opened, name, os.path.join(directory, name))
+            for name, file in opened.files.items():
+                _write(file, name, os.path.join(directory, name))
         return WrittenExport(exact=True)
     name = options.file or names[0]
     if name not in names:
@@ -132,7 +132,7 @@ def _write_version(
     file = opened.files[name]
     if options.is_exact(name):
         with in_place(options.out, force=options.force, size=file.size) as out:
-            _write(opened, name, out)
+            _write(file, name, out)
         return WrittenExport(exact=True)
     return _convert(file, title, options, file.size)
 
@@ -199,8 +199,7 @@ def _copy(path: str, out: str, target: str) -> None:
         with open_version(reader, entry) as opened:
             file = opened.file(said.part)
             check_room(out, file.size)
-            with counter(said.part, file.size) as add:
-                file.write(target, add)
+            _write(file, said.part, target)
 
     use_reference(path, write)
 

@@ -740,7 +740,7 @@ def test_a_damaged_file_of_the_mirror_is_left_out_and_said(
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(CorruptionError):
         Run(bucket, tmp_path / "run").fetch()
-    assert not os.listdir(tmp_path / "run/ckpt")
+    assert not os.path.lexists(tmp_path / "run/ckpt")
 
 
 def test_a_full_disk_gets_the_space_of_a_removed_file_that_is_being_sent(

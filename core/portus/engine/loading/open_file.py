@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import numpy as np
 
 from portus.engine.copying.local import check, fetch
 from portus.engine.copying.segments import Column, Digests, Sources, Stop, ranges
-from portus.engine.format.checksum import unit_counts
+from portus.engine.format.checksum import UNIT, unit_counts
 from portus.engine.image.image import Read, StoredFile
+from portus.engine.image.integrity import verify_by_format
 from portus.engine.media.base import Medium
+from portus.engine.media.file_calls import file_error, write_all
 from portus.engine.media.process import Descriptor
 from portus.engine.media.read_file import ReadFile
 from portus.errors import CorruptionError, MediumError, printable
@@ -35,6 +37,21 @@ class DiskFile(ReadFile):
 
     def announce(self, offset: Column, length: Column) -> None:
         """Do nothing: the system reads ahead."""
+
+    def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
+        """Write all of it to the open and empty file ``number``, verified by the digests in it.
+        path: for messages. advance: receives the bytes of each piece. Raises ``CorruptionError``,
+        ``MediumError``."""
+        for start in range(0, self.size, UNIT):
+            piece = memoryview(bytearray(min(UNIT, self.size - start)))
+            self.load(start, piece)
+            try:
+                write_all(number, piece, start)
+            except OSError as error:
+                raise file_error("write", path, error) from error
+            advance(len(piece))
+        # The copy, not the original: the written bytes have to be right.
+        verify_by_format(lambda at, length: os.pread(number, length, at), self.size, path)
 
 
 class OpenFile(Protocol):

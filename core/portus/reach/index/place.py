@@ -141,6 +141,11 @@ class Place:
         return cls._at(local_path(text, what, hosts=True))
 
     @classmethod
+    def of_files(cls, path: str) -> Place:
+        """Return the place of the files in a directory, or of the one file, at an absolute path."""
+        return cls(PlaceKind.DIRECTORY, path)
+
+    @classmethod
     def by_variable(cls) -> Place | None:
         """Return the place that ``$PORTUS_POOL`` names, or None if it is not set, or empty."""
         text = os.environ.get(DIRECTORY_VARIABLE)

@@ -1,7 +1,8 @@
 """``OpenPlace``: a place for checkpoints of any kind.
 
 A directory has files, a pool and a storage host have versions, a mirror has objects. Each kind is a
-class of its own, named in ``reach.index.place.PLACES``, and no other code asks for the kind. Code
+class of its own, named in ``reach.index.place.PLACES``, and no other code asks for the kind. A
+checkpoint is copied from one place to another by ``draft``, of what ``open`` yields there. Code
 that needs a fact asks for that fact (``abilities``, ``usage``), and a place that does not know it
 returns None. ``portus.testing.places`` has the tests that each of them passes.
 """
@@ -9,18 +10,22 @@ returns None. ``portus.testing.places`` has the tests that each of them passes.
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from portus.engine.loading.open_file import OpenFile
+from portus.engine.loading.open_file import DiskFile, OpenFile, open_file
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import VersionInfo
 from portus.errors import PortusError, UsageError
 from portus.reach.index.check import Finding
 from portus.reach.index.file_table import FileTable
 from portus.reach.index.place import Place
+from portus.reach.media.local import naming_call
 from portus.reach.versions.open_version import OpenVersion
 
 if TYPE_CHECKING:
@@ -66,23 +71,37 @@ class Usage:
         return max(0, self.size - self.kept)
 
 
+class CheckpointFile(OpenFile, Protocol):
+    """A file of a checkpoint that is open for reading."""
+
+    def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
+        """Write all of it to the open and empty file ``number``, verified. path: for messages.
+        advance: receives the bytes of each piece. Raises ``CorruptionError``, ``MediumError``."""
+
+
+Files = Mapping[str, CheckpointFile]
+"""The files of a checkpoint, by their names."""
+
+Commit = Callable[[], None]
+"""Makes a draft a checkpoint."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
     """A checkpoint that is open for reading, and does not change meanwhile. ``files``: by their
-    names; none if it has other data, such as tables. ``write_file``: writes the file of a name to a
-    path, see ``write``. ``version``: that of a pool."""
+    names; none if it has other data, such as tables. ``version``: that of a pool."""
 
-    files: Mapping[str, OpenFile]
-    write_file: Callable[[str, str, Callable[[int], None]], None]
+    files: Files
     version: OpenVersion | None = None
 
-    def write(self, name: str, path: str, advance: Callable[[int], None]) -> None:
-        """Write a file of the checkpoint to ``path``, verified and synced. advance: receives the
-        bytes of each piece. Raises ``UsageError`` if there is no such file, ``CorruptionError``,
-        ``MediumError``."""
-        if name not in self.files:
-            raise UsageError(f"there is no file {name!r} here; there are {[*self.files]!r:.500}")
-        self.write_file(name, path, advance)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyOptions:
+    """The options of a copy. ``times``: when files were saved, in nanoseconds, if not now.
+    ``advance``: receives the bytes of each piece."""
+
+    times: Mapping[str, int] = field(default_factory=dict)
+    advance: Callable[[int], None] = lambda size: None
 
 
 @dataclass(slots=True)
@@ -241,6 +260,17 @@ class OpenPlace(abc.ABC):
         with self._find(name)[-1].open() as opened:
             yield opened
 
+    @abc.abstractmethod
+    def draft(
+        self, labels: Labels, files: Files, options: CopyOptions
+    ) -> AbstractContextManager[Commit]:
+        """Copy files to the place, verified, and yield a function that makes them a checkpoint:
+        visible at once, and durable, all of them or none. Without its call nothing is left of them.
+
+        labels: the place takes those that it has room for. files: by their names, or by their paths
+        below the place if that is a directory or a mirror.
+        """
+
     def remove(self, name: str) -> None:
         """Remove the checkpoints of that name, durably."""
         with self.removal(self._find(name)) as act:
@@ -288,6 +318,19 @@ class OpenPlace(abc.ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+@contextmanager
+def copy_files(files: Files, options: CopyOptions) -> Iterator[Mapping[str, DiskFile]]:
+    """Yield verified copies of files, which any thread may read, in any order, and again."""
+    with ExitStack() as stack:
+        directory, found = stack.enter_context(TemporaryDirectory()), dict[str, DiskFile]()
+        for number, (name, file) in enumerate(files.items()):
+            path = os.path.join(directory, str(number))
+            with naming_call("write", path), open(path, "w+b") as copy:
+                file.write(copy.fileno(), name, options.advance)
+            found[name] = stack.enter_context(open_file(path, as_torch=False))
+        yield found
 
 
 def adding(progress: Progress, total: int) -> Callable[[int], None]:

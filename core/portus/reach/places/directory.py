@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Final, NoReturn
 
+from portus.engine.directory.file_draft import base_of
 from portus.engine.directory.folder import FOLDER, HiddenFolder
+from portus.engine.directory.publisher import Publication, Publisher
 from portus.engine.directory.recovery import recover_directory
 from portus.engine.directory.system import Linux
 from portus.engine.image.torch_zip import ZIP
 from portus.engine.loading.open_file import open_file as opened_file
 from portus.engine.media.file_calls import file_system_of
 from portus.engine.media.read_file import Pace
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError
 from portus.reach.files.reference import read_reference
@@ -23,14 +26,17 @@ from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX, is_safetensors
 from portus.reach.index.directory import JOURNAL_SUFFIX
 from portus.reach.index.journals import names_in
-from portus.reach.index.place import Place, PlaceKind
-from portus.reach.media.local import LocalFiles
+from portus.reach.index.place import Place
+from portus.reach.media.local import LocalFiles, naming_call
 from portus.reach.mirror.objects import step_in
 from portus.reach.places.base import (
     Abilities,
     Check,
     CheckPace,
     Collection,
+    Commit,
+    CopyOptions,
+    Files,
     Garbage,
     GarbageOptions,
     OpenCheckpoint,
@@ -87,20 +93,8 @@ class StoredFile(StoredCheckpoint):
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenCheckpoint]:
-        def write(name: str, path: str, advance: Callable[[int], None]) -> None:
-            from portus.engine.loading.checkpoint_file import verify_file  # and torch with it
-
-            try:
-                shutil.copyfile(self.path, path)
-                with open(path, "rb") as copy:
-                    os.fsync(copy.fileno())
-            except OSError as error:
-                _raise(error)
-            # The copy, not the original: the written bytes have to be right.
-            advance(verify_file(path))
-
         with opened_file(self.path, as_torch=False) as file:
-            yield OpenCheckpoint({os.path.basename(self.path): file}, write)
+            yield OpenCheckpoint({os.path.basename(self.path): file})
 
     def check(self, reading: Pace | None, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of the file, or of the one that the pointer refers to."""
@@ -121,7 +115,7 @@ class DirectoryPlace(OpenPlace):
     @classmethod
     def at(cls, path: str) -> DirectoryPlace:
         """Return the place for the directory, or the one file, at a path."""
-        return cls(Place(PlaceKind.DIRECTORY, path))
+        return cls(Place.of_files(path))
 
     @property
     def abilities(self) -> Abilities:
@@ -149,6 +143,39 @@ class DirectoryPlace(OpenPlace):
                 each = os.path.join(directory, name)
                 if name.endswith(_SUFFIXES) and not os.path.islink(each) and is_checkpoint(each):
                     yield StoredFile(self.place, each)
+
+    @contextlib.contextmanager
+    def draft(self, labels: Labels, files: Files, options: CopyOptions) -> Iterator[Commit]:
+        """Yield the commit, see ``OpenPlace``. Directories are made. The files of each become
+        visible together, after those of the directories in it."""
+        together: dict[str, dict[str, str]] = {}
+        for name in files:
+            path = os.path.realpath(os.path.join(self.place.path, name))
+            together.setdefault(os.path.dirname(path), {})[path] = name
+        drafts: list[Publication] = []
+        with contextlib.ExitStack() as stack:
+            for directory in together:
+                stack.enter_context(_provide_directory(directory))
+            publisher = Publisher(Linux())
+            stack.callback(publisher.close)
+            for _, own in sorted(together.items(), reverse=True):
+                draft = publisher.begin(*own, base=base_of(self.place.path, next(iter(own))))
+                stack.callback(draft.abandon)
+                drafts.append(draft)
+                for (path, name), made in zip(own.items(), draft.files, strict=True):
+                    number = made.file.number
+                    files[name].write(number, name, options.advance)
+                    if name in options.times:
+                        with contextlib.suppress(OSError):
+                            os.utime(number, ns=(options.times[name],) * 2)
+                    with naming_call("sync", path):
+                        os.fsync(number)
+
+            def commit() -> None:
+                for draft in drafts:
+                    draft.publish()
+
+            yield commit
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
@@ -186,6 +213,21 @@ class DirectoryPlace(OpenPlace):
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
+
+
+@contextlib.contextmanager
+def _provide_directory(path: str) -> Iterator[None]:
+    """Make a directory, and those above it; in the end remove those of them that are empty."""
+    from portus.engine.paths.request import make_directory  # and torch with it
+
+    made = [each for each in (Path(path), *Path(path).parents) if not each.is_dir()]
+    make_directory(path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for each in made:
+                each.rmdir()
 
 
 def _leftovers(directory: str) -> Garbage:

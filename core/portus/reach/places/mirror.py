@@ -4,11 +4,13 @@ runs, as objects."""
 from __future__ import annotations
 
 import contextlib
-import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Final, TypeVar
 
+from portus.engine.copying.segments import Stop
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
@@ -25,6 +27,9 @@ from portus.reach.places.base import (
     Check,
     CheckPace,
     Collection,
+    Commit,
+    CopyOptions,
+    Files,
     Garbage,
     GarbageOptions,
     OpenCheckpoint,
@@ -34,6 +39,7 @@ from portus.reach.places.base import (
     StoredCheckpoint,
     Verdict,
     adding,
+    copy_files,
 )
 
 Result = TypeVar("Result")
@@ -90,16 +96,7 @@ class MirroredCheckpoint(StoredCheckpoint):
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenCheckpoint]:
         with self._mirror.open(self.added) as files:
-
-            def write(name: str, path: str, advance: Callable[[int], None]) -> None:
-                number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-                try:
-                    files[name].write(number, name, advance)
-                    os.fsync(number)
-                finally:
-                    os.close(number)
-
-            yield OpenCheckpoint(files, write)
+            yield OpenCheckpoint(files)
 
     def check(self, verdict: Verdict, progress: Progress) -> None:
         """Read every byte of its objects."""
@@ -156,6 +153,24 @@ class MirrorPlace(OpenPlace):
             for filed in sorted(state.files, key=lambda filed: (filed.term, filed.time_ns)):
                 found.append(MirroredCheckpoint(self.place, filed.info(each), mirror, filed))
         return found
+
+    @contextlib.contextmanager
+    def draft(self, labels: Labels, files: Files, options: CopyOptions) -> Iterator[Commit]:
+        """Yield the commit, see ``OpenPlace``: ``labels.model`` is the run. Raises ``BusyError`` if
+        a run that mirrors there takes the mirror back meanwhile."""
+        mirror, now = self.mirrors.files_of(labels.model), time.time_ns()
+        with copy_files(files, options) as copied:
+            claim(mirror, "copy")
+            try:
+                filed = []
+                for path, file in copied.items():
+                    time_ns = options.times.get(path, now)
+                    filed.append(
+                        mirror.upload(path, file, Stop(), step=labels.step, time_ns=time_ns)
+                    )
+                yield lambda: mirror.count(filed)
+            finally:
+                mirror.count([])  # deletes what does not count
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:

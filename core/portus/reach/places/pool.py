@@ -12,10 +12,17 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from portus.engine.copying.segments import Stop
 from portus.engine.format.pointer_marks import POINTER_MAX
+from portus.engine.loading.open_file import DiskFile, reads
+from portus.engine.pipeline.draft import Labels
+from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
 from portus.errors import CorruptionError, MediumError, PortusError, StaleError, UsageError
-from portus.reach.files.home import Pool, host_journals, open_place
+from portus.reach.files.home import Pool, host_journals, open_home, open_place
 from portus.reach.files.reference import read_reference
 from portus.reach.index.check import (
     CheckOptions,
@@ -32,7 +39,7 @@ from portus.reach.index.directory import (
     remove_journals,
     remove_pool,
 )
-from portus.reach.index.file_table import FileTable
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.place import Place, load_class
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry
@@ -43,6 +50,9 @@ from portus.reach.places.base import (
     Check,
     CheckPace,
     Collection,
+    Commit,
+    CopyOptions,
+    Files,
     Garbage,
     GarbageOptions,
     OpenCheckpoint,
@@ -52,10 +62,12 @@ from portus.reach.places.base import (
     StoredCheckpoint,
     Usage,
     Verdict,
+    copy_files,
 )
 from portus.reach.places.directory import remove_files
 from portus.reach.versions.host import HostPool
 from portus.reach.versions.open_version import open_version
+from portus.reach.versions.take_files import FileToTake, pack_file
 
 WAIT_S: Final = 1.0
 """Seconds to wait for the writer of a pool: a trainer holds it as long as it runs."""
@@ -72,8 +84,7 @@ class PoolVersion(StoredCheckpoint):
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenCheckpoint]:
         with open_version(self._pool.reader, self._entry) as version:
-            files = version.files
-            yield OpenCheckpoint(files, lambda name, *where: files[name].write(*where), version)
+            yield OpenCheckpoint(version.files, version)
 
     def table(self) -> FileTable | None:
         return table_in(self._pool.reader, self._entry)
@@ -127,6 +138,44 @@ class PoolPlace(OpenPlace):
         entries = self.reader.catalogue().entries()
         found = [PoolVersion(self, each) for each in entries if model in (None, each.info.model)]
         return sorted(found, key=lambda each: (each.info.commit, each.info.id))
+
+    @contextlib.contextmanager
+    def draft(self, labels: Labels, files: Files, options: CopyOptions) -> Iterator[Commit]:
+        """Yield the commit, see ``OpenPlace``. The version has no pointers, its storages are where
+        a save has them, and its time is that of the commit. Makes the pool. Raises ``BusyError`` if
+        a trainer writes it, or saves that model."""
+        if odd := [name for name in files if "/" in name]:
+            raise UsageError(f"{self.place}: a pool has files in no directory, not {odd[0]!r:.200}")
+        with copy_files(files, options) as copied, contextlib.ExitStack() as stack:
+            packed = [
+                pack_file(FileToTake(name, file.size, reads(file))) for name, file in copied.items()
+            ]
+            table = FileTable(packed)
+            storages = _storages_of(packed, list(copied.values()))
+            length = np.array(table.lengths, np.int64)
+            address = np.array(
+                [each.ctypes.data if len(each) else 0 for each in storages], np.int64
+            )
+            flags = np.zeros(len(length), np.bool_)
+            snapshot = Snapshot(
+                model=labels.model,
+                step=labels.step,
+                token=labels.token,
+                address=address,
+                length=length,
+                late=flags,
+                steady=flags,
+            )
+            home = open_home(self.place, labels.model, None, 1)
+            stack.callback(home.close)
+            draft = home.draft(snapshot)
+            stack.callback(draft.release)
+            draft.copy(np.arange(len(length)), address, Stop())
+
+            def commit() -> None:
+                draft.commit(replace(labels, contents=encode_table(table)))
+
+            yield commit
 
     @contextlib.contextmanager
     def removal(self, chosen: Sequence[StoredCheckpoint]) -> Iterator[Removal]:
@@ -304,6 +353,22 @@ class PoolPlace(OpenPlace):
             return scrub(self.place, bytes_per_s, look)
         # The file itself, so that a pool with damaged first pages has findings too.
         return check_file(self.place.path, look)
+
+
+def _storages_of(
+    packed: Sequence[PackedFile], files: Sequence[DiskFile]
+) -> list[NDArray[np.uint8]]:
+    """Return the storages of a version of open files, in its order."""
+    own, around = list[NDArray[np.uint8]](), list[NDArray[np.uint8]]()
+    for each, file in zip(packed, files, strict=True):
+        data = np.zeros(0, np.uint8)
+        if each.size:
+            data = np.memmap(f"/proc/self/fd/{file.number}", np.uint8, "r")
+        own += [data[at:][:size] for at, size in zip(each.offset, each.length, strict=True)]
+        spans = each.spans()
+        gaps = zip(spans.begin[::2], spans.length[::2], strict=True)
+        around.append(np.concatenate([data[at:][:size] for at, size in gaps]))
+    return [*own, *around]
 
 
 def let_go(place: Place, path: str, token: bytes) -> tuple[bool, int]:

@@ -28,17 +28,14 @@ from typing import Final
 
 import msgspec
 
-from portus.engine.directory.file_draft import base_of
 from portus.engine.directory.folder import FOLDER
-from portus.engine.directory.publisher import Publisher
-from portus.engine.directory.system import Linux
 from portus.engine.directory.waiting import wait_for_drafts
 from portus.engine.files.pending import PENDING
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.job.settings import Settings
 from portus.engine.loading.checkpoint_file import has_digests, use_file
 from portus.engine.loading.open_file import OpenFile
-from portus.engine.paths.request import make_directory
+from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.request import Companion
 from portus.engine.pipeline.run import Save
 from portus.errors import (
@@ -50,13 +47,16 @@ from portus.errors import (
     UsageError,
     printable,
 )
-from portus.reach.index.directory import make_directory as make_marked_directory
-from portus.reach.media.local import naming_call, write_whole
+from portus.reach.index.directory import make_directory
+from portus.reach.index.place import Place
+from portus.reach.media.local import write_whole
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.background_copier import SAY_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
 from portus.reach.mirror.opening import open_store
+from portus.reach.places.base import CheckpointFile, CopyOptions
+from portus.reach.places.opening import open_place
 from portus.reach.training.links import replace_link
 
 _log: Final = logging.getLogger("portus")
@@ -593,40 +593,17 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     replace_link(path, os.path.join(os.path.dirname(path), each.link))
 
     def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
-        """Fetch the files of one checkpoint, or none of them. Those of one directory become visible
-        together, after those of the directories in it."""
+        """Fetch the files of one checkpoint, or none of them."""
+        labels = Labels(model=self._model, step=files[0].step, token=os.urandom(16))
+        # With their times: a Lightning that starts chooses by these (decision 0208).
+        options = CopyOptions(times={each.path: each.time_ns for each in files}, advance=advance)
         with contextlib.ExitStack() as stack:
-            publisher = Publisher(Linux())
-            stack.callback(publisher.close)
-            stack.callback(self._remove_empty, self._checkpoint_of(files[0].path))
-            drafts = []
-            for _, together in itertools.groupby(sorted(files, key=_place, reverse=True), _place):
-                own = list(together)
-                paths = [os.path.realpath(self._path_of(each.path)) for each in own]
-                make_directory(os.path.dirname(paths[0]))
-                draft = publisher.begin(*paths, base=base_of(self._directory, paths[0]))
-                stack.callback(draft.abandon)
-                drafts.append(draft)
-                for each, file in zip(own, draft.files, strict=True):
-                    self._fetch_file(each, file.file.number, advance)
-            for draft in drafts:
-                draft.publish()
-
-    def _fetch_file(self, said: FileAdded, number: int, advance: Callable[[int], None]) -> None:
-        with self._mirror.open(said) as opened:
-            for part in opened.values():
-                part.write(number, said.path, advance)
-        with contextlib.suppress(OSError):
-            # Before it is published: a Lightning that starts chooses by times (decision 0208).
-            os.utime(number, ns=(said.time_ns, said.time_ns))
-        with naming_call("sync", self._path_of(said.path)):
-            os.fsync(number)
-
-    def _remove_empty(self, checkpoint: str) -> None:
-        """Remove empty directories of a checkpoint: they look like one."""
-        for directory, _, _ in os.walk(self._path_of(checkpoint), topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(directory)
+            opened: dict[str, CheckpointFile] = {}
+            for each in files:
+                [opened[each.path]] = stack.enter_context(self._mirror.open(each)).values()
+            place = stack.enter_context(open_place(Place.of_files(self._directory)))
+            commit = stack.enter_context(place.draft(labels, opened, options))
+            commit()
 
     # The directory.
 
@@ -708,7 +685,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         path, note = os.path.join(self._home, self._note_name), _Note(self._own_run, [*self._gone])
         try:
             # Once it saves, not the directory of the run: its user may have moved that away.
-            if make_marked_directory(self._home, is_inside=self._has_begun):
+            if make_directory(self._home, is_inside=self._has_begun):
                 write_whole(path, msgspec.json.encode(note))
         except PortusError as error:
             _log.warning("portus: the removals of run %r are not noted: %s", self._model, error)
@@ -735,10 +712,6 @@ def _size_of(path: str, status: os.stat_result) -> int:
 
 def _target_of(link: str, target: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
-
-
-def _place(filed: FileAdded) -> str:
-    return posixpath.dirname(filed.path)
 
 
 def _is_in(path: str, above: str) -> bool:

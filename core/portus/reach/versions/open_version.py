@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -24,6 +23,7 @@ from portus.reach.index.in_place import InPlaceReader
 from portus.reach.index.log import LogState, read_log
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionEntry, VersionRecord, overlaps
+from portus.reach.media.local import naming_call
 
 _KEPT: Final = 4
 """Units of the bytes around storages to keep, for as many threads."""
@@ -241,18 +241,15 @@ class VersionFile:
             held += part.length
         yield from self._together(parts)
 
-    def write(self, path: str, advance: Callable[[int], None]) -> None:
-        """Write the file to ``path``, verified and synced. One unit (16 MiB) is in memory at a
-        time, and a few units of the bytes around storages. advance: receives the bytes of each
-        piece."""
+    def write(self, number: int, path: str, advance: Callable[[int], None]) -> None:
+        """Write the file to the open and empty file ``number``, verified. One unit (16 MiB) is in
+        memory at a time, and a few units of the bytes around storages. path: for messages. advance:
+        receives the bytes of each piece."""
         try:
-            with open(path, "wb") as out:
+            with naming_call("write", path), open(number, "wb", closefd=False) as out:
                 for piece in self.read(0, self.size):
                     out.write(piece)
                     advance(len(piece))
-                out.flush()
-                # The caller may remove the version once it was written.
-                os.fsync(out.fileno())
         except CorruptionError as error:
             raise CorruptionError(f"{self.packed.name}: {error}") from error
 
