@@ -158,7 +158,7 @@ class MirrorPlace(OpenPlace):
     def draft(self, labels: Labels, files: Files, options: CopyOptions) -> Iterator[Commit]:
         """Yield the commit, see ``OpenPlace``: ``labels.model`` is the run. Raises ``BusyError`` if
         a run that mirrors there takes the mirror back meanwhile."""
-        mirror, now = self.mirrors.files_of(labels.model), time.time_ns()
+        mirror, now = self.mirrors.of(labels.model), time.time_ns()
         with copy_files(files, options) as copied:
             claim(mirror, "copy")
             try:
@@ -195,9 +195,9 @@ class MirrorPlace(OpenPlace):
             if damage:
                 yield Check(self.place.path, model, partial(_fail, self.place, model, damage))
             if chosen is None:
-                for found_ in self.mirrors.of(model).objects_without_entry():
-                    if not found_.name.endswith(DIGEST_SUFFIX):
-                        name = printable(found_.name)
+                for alone in self.mirrors.of(model).objects_without_entry():
+                    if not alone.name.endswith(DIGEST_SUFFIX):
+                        name = printable(alone.name)
                         pace.tell(f"{self.place}: {model}: {name} {UNCOUNTED}")
         for each in found:
             assert isinstance(each, MirroredCheckpoint)
