@@ -258,7 +258,11 @@ def _choose(trainer: Any, saver: Saver, asked: Any) -> Any:
     ordered = saver.loader.most_complete_first(complete, is_finished)
     found = next((each for each in ordered if all(gather_object([os.path.isdir(each)]))), None)
     if found in saver.loader.passed_over:
-        _log.error("Portus: %s: random numbers do not continue as they were", found)
+        _log.error(
+            "Portus: a process was killed before its random states were in %s, and no checkpoint "
+            "has those of all processes: random numbers do not continue as they were",
+            found,
+        )
     if found is None:
         _log.error("Portus: no checkpoint in %s was ever complete; STARTING FROM SCRATCH", output)
     elif found != beside[-1]:
