@@ -363,6 +363,7 @@ def test_a_root_of_another_pool_in_one_place_costs_nothing(offset: int) -> None:
     other.medium.load(offset, memoryview(page))
     pool.medium.store(offset, bytes(page))
     assert [entry.info.step for entry in reader_of(pool).catalogue().entries()] == [1]
+    assert {finding.invariant for finding in check(reader_of(pool))} <= {"F1", "F3"}
 
 
 def test_what_a_first_commit_left_in_its_slot_is_gone_once_somebody_opens() -> None:

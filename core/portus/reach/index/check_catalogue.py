@@ -26,7 +26,7 @@ from portus.reach.format.layout import (
 from portus.reach.index.catalogue import Catalogue, read_catalogue
 from portus.reach.index.findings import Finding, Findings, Severity
 from portus.reach.index.records import Pointer, VersionEntry, decode_catalogue, read_whole
-from portus.reach.index.roots import Root, Slot, newest_roots, read_slots
+from portus.reach.index.roots import Root, Slot, find_uuid, newest_roots, read_slots
 from portus.reach.media.pool import Locks
 
 _RETRIES_MAX: Final = 1000
@@ -62,12 +62,11 @@ def check_fixed_pages(medium: Medium, findings: Findings) -> bytes | None:
     for start in range(0, DATA_START, PAGE):
         rest = pages[start + used.get(start, 0) : start + PAGE]
         _check_padding(findings, f"page {start // PAGE}", rest)
-    for slot in filter(None, read_slots(medium)):
-        return slot.uuid
-    for offset in SLOT_OFFSETS:
+    uuid = find_uuid(read_slots(medium))
+    for offset in SLOT_OFFSETS if uuid is None else ():
         where = f"root slot at byte {offset}"
         findings.add(Finding("F1", where, "its magic and digest", "something else"))
-    return None
+    return uuid
 
 
 def _check_padding(findings: Findings, where: str, data: bytes) -> None:

@@ -187,9 +187,9 @@ def read_uuid(medium: Medium) -> bytes:
             f"{medium.info.name}: expected a pool of at least {DATA_START} bytes, found "
             f"{medium.size}; was it truncated, or is it not a pool?"
         )
-    found = [each.uuid for each in read_slots(medium) if each is not None]
-    if found:
-        return max(found, key=found.count)  # a write meant for another pool may have hit one place
+    uuid = find_uuid(read_slots(medium))
+    if uuid is not None:
+        return uuid
     places = _load_slots(medium)
     if not any(each.startswith(MAGIC) for each in places):
         hint = f"if it was one, `portus rescue {medium.info.name}` lists what is intact"
@@ -199,6 +199,13 @@ def read_uuid(medium: Medium) -> bytes:
             f"{medium.info.name} is not a Portus pool: it starts with {places[0][:16]!r}; {hint}"
         )
     raise lost_roots(medium)
+
+
+def find_uuid(slots: Sequence[Slot | None]) -> bytes | None:
+    """Return the identity of the pool that most places of slots name, or None if none is intact:
+    one may have a root that was meant for another pool."""
+    found = [each.uuid for each in slots if each is not None]
+    return max(found, key=found.count, default=None)
 
 
 def lost_roots(medium: Medium) -> CorruptionError:
