@@ -103,7 +103,8 @@ def test_thousands_of_small_tensors_are_asked_for_once_by_few_requests(tmp_path:
     store.asked.clear()
     writer = new_pool()
     Mirror(store, MODEL).fetch(added, writer)
-    assert sorted(store.asked) == [(0, 9), (0, added.size), (added.size - TAIL, TAIL)]
+    assert (0, added.size) in store.asked
+    assert len(store.asked) <= 5, "begin, end and directory, which is long here, come twice"
     [entry] = writer.catalogue().entries()
     assert same(restore.load(writer, entry), state)
     writer.close()
