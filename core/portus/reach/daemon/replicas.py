@@ -12,6 +12,7 @@ import contextlib
 import errno
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Set
 from typing import Final
@@ -49,8 +50,8 @@ class Replica(Copies[Leader]):
         super().__init__(tenant, writer)
         self._leads: Final = leads
         self._other: Final = other
-        self._locks: Final[dict[str, tuple[threading.Lock, int]]] = {}
-        """The lock of each model, and how many threads use it."""
+        self._locks: Final = weakref.WeakValueDictionary[str, threading.Lock]()
+        """The lock of each model while a thread uses it: clients choose the names."""
         self._claims: Final[Counter[str]] = Counter()
         if other is not None:
             own = set(writer.catalogue().models)
@@ -63,7 +64,7 @@ class Replica(Copies[Leader]):
         """Count one more connection that is about to save a model. For the first one, take the lead
         of the model, if two hosts keep it. Blocks while versions are fetched. Raises as
         ``Leader.lead``."""
-        with self._locking(model):
+        with self._lock_of(model):
             if not self._claims[model]:
                 # Once for all connections of the client that has the claim.
                 self._lead(model)
@@ -71,7 +72,7 @@ class Replica(Copies[Leader]):
 
     def release(self, model: str) -> None:
         """Count one connection less."""
-        with self._locking(model):
+        with self._lock_of(model):
             self._claims[model] -= 1
             if not self._claims[model]:
                 del self._claims[model]
@@ -88,7 +89,7 @@ class Replica(Copies[Leader]):
             )
         if self._other is None:  # else it is a client that asks, of the first host
             self._leads.check()
-        with self._locking(model):
+        with self._lock_of(model):
             lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)
             newest = listed[-1].info.token if listed else NOBODY
             granted = False
@@ -125,7 +126,7 @@ class Replica(Copies[Leader]):
         """Require as ``require`` does, and let nobody else take the lead within a copy of another
         host. commit: that of the copied version in its pool."""
         # A client that claims the model here finds the copy, or has it refused (decision 0156).
-        with self._locking(model) if term else contextlib.nullcontext():
+        with self._lock_of(model) if term else contextlib.nullcontext():
             self.require(model, term)
             yield
             if term:
@@ -203,18 +204,6 @@ class Replica(Copies[Leader]):
             self._copiers[model] = leader
         leader.wake()
 
-    @contextlib.contextmanager
-    def _locking(self, model: str) -> Iterator[None]:
-        """Hold the lock of a model. It exists while someone has it or waits for it: clients choose
-        the names."""
+    def _lock_of(self, model: str) -> threading.Lock:
         with self._guard:
-            lock, users = self._locks.get(model, (threading.Lock(), 0))
-            self._locks[model] = lock, users + 1
-        try:
-            with lock:
-                yield
-        finally:
-            with self._guard:
-                lock, users = self._locks.pop(model)
-                if users > 1:
-                    self._locks[model] = lock, users - 1
+            return self._locks.setdefault(model, threading.Lock())
