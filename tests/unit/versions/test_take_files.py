@@ -170,6 +170,17 @@ class Losing(Memory):
         super().store(offset, data)
 
 
+@pytest.mark.parametrize(
+    ("name", "directory"), [("../a", ""), ("a/b", ""), ("..", ""), ("a", "here"), ("a", "/\0")]
+)
+def test_files_that_no_reader_would_find_are_no_version(name: str, directory: str) -> None:
+    writer = new_pool()
+    with pytest.raises(CorruptionError, match="table of files"):
+        take_files(writer, [FileToTake(name, 3, reads(b"abc"))], LABELS, directory=directory)
+    assert not writer.catalogue().ids()
+    writer.close()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_write_that_failed_silently_is_found(contents: dict[str, bytes], whole: bool) -> None:
     medium = Losing(DATA_START)
@@ -215,6 +226,9 @@ def test_whatever_a_directory_says_the_storages_lie_in_the_file_side_by_side(
             if data is torch_file and chance.random() < 0.5:
                 lie, at = chance.randrange(len(data)), chance.choice(lengths)
                 hurt[at : at + 8] = 2 * lie.to_bytes(4, "little")
+            if data is torch_file and chance.random() < 0.2:
+                for at in lengths[chance.randrange(len(lengths)) :]:  # records behind the file
+                    hurt[at + 22 : at + 26] = (1 << 31 | at).to_bytes(4, "little")
             found = pack_file(FileToTake("a", len(hurt), reads(bytes(hurt))))
             order = np.argsort(found.offset, kind="stable")
             begin, length = found.offset[order], found.length[order]

@@ -37,7 +37,7 @@ from portus.engine.image.torch_zip import (
 from portus.engine.media.base import Medium
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, UsageError
-from portus.reach.index.file_table import FileTable, PackedFile, encode_table
+from portus.reach.index.file_table import FileTable, PackedFile, decode_table, encode_table
 from portus.reach.index.place import load_class
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionRecord
@@ -85,11 +85,13 @@ def take_files(
     advance: called with the number of newly arrived bytes, by one thread at a time; what it raises
     ends the call.
 
-    Raises ``CorruptionError`` if the bytes of a file do not match a digest, and what the reads and
-    the pool raise. Then the pool is unchanged.
+    Raises ``CorruptionError`` if the bytes of a file do not match a digest, or a name is not one of
+    a file; and what the reads and the pool raise. Then the pool is unchanged.
     """
     packed = list(abreast(pack_file, files, ABREAST))
     table = FileTable(packed, directory)
+    contents = encode_table(table)
+    decode_table(contents)  # the names may be a mirror's: a version that no reader opens is none
     lengths: Column = np.array(table.lengths, np.int64)
     draft = PoolDraft(writer, lengths)
     try:
@@ -111,7 +113,7 @@ def take_files(
         for number, each in enumerate(files):
             placed.verify(number, each)
         draft.note(reserved, digests)
-        return draft.commit(replace(labels, contents=encode_table(table)))
+        return draft.commit(replace(labels, contents=contents))
     finally:
         draft.release()
 
@@ -154,7 +156,7 @@ def _storages_of_torch(directory: ZipDirectory) -> tuple[Column, Column]:
         if name.startswith(STORAGES):
             descriptor = DESCRIPTOR64 if max(at, length) >= LIMIT32 else DESCRIPTOR
             begin = end - length - (descriptor.size if length else 0)
-            if begin < at + LOCAL.size:
+            if begin < at + LOCAL.size or end > directory.start:
                 directory.bad(at, "the length of a record", "one within the file", length)
             found[name[len(STORAGES) :]] = begin, length
     rows = [found[key] for key in sorted(found, key=key_order)]
