@@ -715,3 +715,19 @@ def test_pull_fetches_the_files_that_are_not_there(files: str) -> None:
 def test_gc_leaves_the_files_of_a_run_alone(files: str) -> None:
     assert portus("gc", files).code == 0
     assert portus("verify", files).code == 0
+
+
+def test_nothing_is_deleted_while_an_entry_of_the_log_is_damaged(
+    files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("portus.reach.mirror.writer.GRACE_S", -10.0)
+    there = Path(parse(files).prefix) / "gpt"
+    damage(min((there / "_portus/log").iterdir()))
+    before = {each for each in there.rglob("*") if each.is_file()}
+    for command in (["gc", files], ["gc", files, "--dry-run"], ["rm", f"{files}/gpt@10"]):
+        said = portus(*command)
+        assert (said.code, "mirror repair" in said.err) == (1, True), said
+    assert {each for each in there.rglob("*") if each.is_file()} == before
+    assert portus("mirror", "repair", files).code == 0
+    assert portus("gc", files).code == 0
+    assert set(there.glob("step-*")) == {each for each in before if "step-" in each.name}

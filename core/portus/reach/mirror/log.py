@@ -151,6 +151,15 @@ class MirrorLog:
         self._known = known
         return known.state
 
+    def require_whole(self) -> None:
+        """Raise ``CorruptionError`` if entries were damaged at the last read: the objects that they
+        named may be intact, and a claim makes later readers skip these entries."""
+        if self.damage:
+            raise CorruptionError(
+                f"the mirror of model {self.model!r}: {self.damage[0]}. What it named may be here, "
+                "and would be taken for unneeded: portus mirror repair makes it count again"
+            )
+
     def confirm(self) -> None:
         """Read the log, and raise ``SupersededError`` if another writer took the term by now."""
         self.read()

@@ -160,10 +160,12 @@ class Writer(MirrorLog):
         return [each for each in there if each.name not in needed]
 
     def find_unneeded(self) -> list[ListedObject]:
-        """Return what ``sweep`` would delete. Takes no term, and changes nothing."""
+        """Return what ``sweep`` would delete. Takes no term, and changes nothing. Raises
+        ``CorruptionError`` if entries of the log are damaged."""
         # The store's clock: those of the machines may be wrong.
         now = next((each.modified for each in self._objects.list(LOG)), 0.0)
         found = [e for e in self.objects_without_entry() if e.modified < now - GRACE_S]
+        self.require_whole()
         names = {each.name for each in found}
         own = {n for n in names if n.startswith((OWN, VERSIONS)) or n + DIGEST_SUFFIX in names}
         own |= {name + DIGEST_SUFFIX for name in own}
@@ -172,8 +174,8 @@ class Writer(MirrorLog):
 
     def sweep(self) -> list[ListedObject]:
         """Delete objects that are a day old or older, and do not count; return them. Raises
-        ``SupersededError``, and ``UsageError`` without the right to delete. After any error the
-        next call does the rest."""
+        ``SupersededError``, ``UsageError`` without the right to delete, and as ``find_unneeded``.
+        After any error the next call does the rest."""
         self.require()
         found = self.find_unneeded()
         if not found:

@@ -160,6 +160,8 @@ class MirrorPlace(OpenPlace):
         a run that mirrors there takes the mirror back meanwhile."""
         mirror, now = self.mirrors.of(labels.model), time.time_ns()
         with copy_files(files, options) as copied:
+            mirror.read()
+            mirror.require_whole()
             claim(mirror, "copy")
             try:
                 filed = []
@@ -253,6 +255,8 @@ def _collect(mirror: Mirror, found: Garbage) -> Garbage:
 
 
 def _remove(files: MirroredFiles, tokens: Sequence[bytes], paths: Sequence[str]) -> None:
+    files.read()
+    files.require_whole()
     # Those that exist at the claim: a run may have removed some since they were listed.
     claim(files, "rm")
     files.remove_versions(tokens)
