@@ -435,6 +435,22 @@ def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
     ]
 
 
+def test_what_another_mirror_has_below_a_run_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = open_store(parse(f"file://{tmp_path}/store/run"))
+    made(tmp_path / "a.ckpt", 10)
+    outer = MirroredFiles(open_store(parse(f"file://{tmp_path}/store")), "run", "the store")
+    outer.claim("a test", RUN)
+    inner = MirroredFiles(below, "a", "the store below")
+    inner.claim("a test", RUN)
+    for each in (outer, inner):
+        put(each, tmp_path / "a.ckpt")
+    monkeypatch.setattr("portus.reach.mirror.writer.GRACE_S", -10.0)
+    assert outer.objects_without_entry() == outer.sweep() == []
+    assert fetched(inner, "a.ckpt", tmp_path / "back") == (tmp_path / "a.ckpt").read_bytes()
+
+
 def test_a_key_seals_what_the_log_says(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

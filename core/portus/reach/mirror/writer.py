@@ -154,10 +154,14 @@ class Writer(MirrorLog):
 
     def objects_without_entry(self) -> list[ListedObject]:
         """Return the objects that no counted version or file needs, by their names below the model:
-        running or interrupted uploads, and files whose entry of the log is lost."""
+        running or interrupted uploads, and files whose entry of the log is lost. Those of another
+        mirror, whose address is below this model, are not among them."""
         there = list(self._uploads())  # first: an object that counts by then is not reported
         needed = self.read().sizes
-        return [each for each in there if each.name not in needed]
+        others = tuple(
+            {each.name.partition(f"/{LOG}")[0] + "/" for each in there if f"/{LOG}" in each.name}
+        )
+        return [e for e in there if e.name not in needed and not e.name.startswith(others)]
 
     def find_unneeded(self) -> list[ListedObject]:
         """Return what ``sweep`` would delete. Takes no term, and changes nothing. Raises
