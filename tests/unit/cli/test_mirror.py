@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import portus as face
 from portus.engine.copying.segments import Stop
@@ -710,6 +711,21 @@ def test_pull_fetches_the_files_that_are_not_there(files: str) -> None:
     os.unlink("fresh/step-00000010.pt")
     [again] = portus_json("pull", f"{files}/gpt", "fresh")["pulled"]
     assert list(map(os.path.basename, again["files"])) == ["step-00000010.pt"]
+
+
+def test_a_pull_writes_nothing_outside_of_its_directory(files: str, tmp_path: Path) -> None:
+    mirror = MirroredFiles(open_store(parse(files)), "gpt", files)
+    mirror.claim("somebody else", bytes(16))
+    for path in ("../evil", "a/../../evil", f"{tmp_path}/evil"):
+        with open_file("gpt/step-00000010.pt") as file:
+            filed = mirror.upload("evil", file, Stop(), step=1, time_ns=1)
+        mirror.count([replace(filed, path=path)])
+    for link, target in (("up", ".."), ("root", "/"), ("../evil", "run/step-00000010.pt")):
+        mirror.link(link, target)
+    assert portus("pull", files, "fresh/run").code == 1
+    assert sorted(os.listdir("fresh")) == ["run"]
+    assert sorted(os.listdir("fresh/run")) == ["step-00000010.pt", "step-00000020.pt"]
+    assert not Path("evil").exists()
 
 
 def test_gc_leaves_the_files_of_a_run_alone(files: str) -> None:

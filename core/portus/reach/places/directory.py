@@ -20,7 +20,7 @@ from portus.engine.media.file_calls import file_system_of
 from portus.engine.media.read_file import Pace
 from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import VersionInfo
-from portus.errors import CorruptionError, MediumError, PortusError, UsageError
+from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference
 from portus.reach.formats.safetensors import LENGTH_SIZE, SUFFIX, is_safetensors
@@ -150,6 +150,9 @@ class DirectoryPlace(OpenPlace):
         visible together, after those of the directories in it."""
         together: dict[str, dict[str, str]] = {}
         for name in files:
+            # From the log of a mirror, perhaps: it does not choose what is overwritten (V6).
+            if os.path.isabs(name) or os.pardir in name.split("/"):
+                raise CorruptionError(f"{printable(name)} is no path below {self.place}")
             path = os.path.realpath(os.path.join(self.place.path, name))
             together.setdefault(os.path.dirname(path), {})[path] = name
         drafts: list[Publication] = []

@@ -586,7 +586,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
             raise failure
         for each in state.files:
             path = os.path.join(self._directory, each.path)
-            if each.link and not os.path.lexists(path):
+            is_outside = _target_of(each.path, each.link).split("/")[0] in ("", os.pardir)
+            if each.link and not is_outside and not os.path.lexists(path):
                 with contextlib.suppress(OSError):
                     # Last: Lightning takes a `last` without its target for no checkpoint, and
                     # begins anew.
