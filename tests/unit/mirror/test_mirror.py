@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import portus
 from portus.engine.copying.local import fetch
@@ -283,6 +284,15 @@ def test_a_flipped_byte_of_any_object_is_never_handed_out(run: Run, seed: int) -
     assert outcomes.count("bit-identical") > 5
     assert outcomes.count("an error") > 3
     assert outcome(run) == "bit-identical"
+
+
+@pytest.mark.parametrize("name", [b"../a.pt", b"/a.pt", b"..", b"a\0"])
+def test_a_name_that_leads_out_of_a_directory_opens_nothing(run: Run, name: bytes) -> None:
+    run.claim()
+    files = {each: FileObject("x", 9, bytes(16)) for each in (b"a.pt", name)}
+    added = replace(run.copy(0), files=files)
+    with pytest.raises(CorruptionError, match="the name of a file"), run.mirror.open(added):
+        pass
 
 
 def outcome(run: Run) -> str:

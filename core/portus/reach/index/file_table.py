@@ -155,7 +155,7 @@ def decode_table(data: bytes | memoryview) -> FileTable | None:
 def _file(said: Any) -> PackedFile:
     """Return the file of an entry. Raise ``ValueError``, ``KeyError``, ``TypeError``."""
     name, size = said["name"], said["size"]
-    if not isinstance(name, str) or not _is_name(name):
+    if not isinstance(name, str) or not is_file_name(name):
         raise ValueError(f"not the name of a file: {name!r:.80}")
     if type(size) is not int or not 0 <= size < 1 << 63:
         raise ValueError(f"{name!r:.80}: not the size of a file: {size!r:.80}")
@@ -164,7 +164,7 @@ def _file(said: Any) -> PackedFile:
     return file
 
 
-def _is_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
     """Return whether a text can name a file in a directory, as an export needs."""
     return _is_path(f"/{name}") and name not in ("", ".", "..") and "/" not in name
 

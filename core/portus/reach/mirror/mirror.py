@@ -10,6 +10,7 @@ from typing import Final
 from portus.engine.copying.segments import Stop
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, StaleError, UsageError
+from portus.reach.index.file_table import is_file_name
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
@@ -121,6 +122,8 @@ class Mirror(Writer):
         files = {
             name: ObjectFile(self.name, name, each, load) for name, each in added.objects.items()
         }
+        if odd := [name for name in files if not is_file_name(name)]:
+            raise CorruptionError(f"{self.name}: not the name of a file: {odd[0]!r:.80}")
         try:
             yield files
         finally:
