@@ -233,6 +233,32 @@ def test_a_host_replaces_what_its_store_lost_and_deletes_what_never_counted_once
     assert steps(bucket) == [1, 2]
 
 
+def test_the_mirror_keeps_its_newest_where_what_replaced_it_is_damaged(
+    tmp_path: Path, bucket: StoreAddress, caplog: pytest.LogCaptureFixture
+) -> None:
+    pools = tmp_path / "pools"
+    save(pools, bucket, 1)
+    with (
+        serving(pools) as server,
+        portus.PoolCheckpointer(url(server), "net", keep=1) as saver,
+    ):
+        saver.save(state(2), 2).wait()
+    [pool] = pools.glob("*.portus")
+    data = pool.read_bytes()
+    with pool.open("r+b") as file:
+        file.seek(data.index(state(2)["model"].numpy().tobytes()))
+        file.write(b"rot")
+    save(pools, bucket)
+    assert "step 2 is not mirrored" in caplog.text
+    assert steps(bucket) == [1]
+    shutil.rmtree(pools)
+    with (
+        serving(pools, mirrors=TenantMirrors(bucket)) as server,
+        portus.PoolCheckpointer(url(server), "net") as saver,
+    ):
+        assert_same(saver.load(), state(1))
+
+
 def test_a_host_without_the_right_to_delete_says_so_once_and_saves(
     tmp_path: Path,
     bucket: StoreAddress,

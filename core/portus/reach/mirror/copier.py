@@ -223,6 +223,8 @@ class Copier(PoolCopier):
             # Only now: the mirror never loses its newest version. One that could not be fetched is
             # missing in the pool, but stays in the mirror.
             kept = {info.token for info in infos} | self._unread
+            if state.newest is not None and any(info.token in self._skipped for info in infos):
+                kept.add(state.newest.token)  # what replaced it may be damaged here
             gone = [each.token for each in state.versions if each.token not in kept]
             try:
                 self._mirror.remove_versions(gone)
