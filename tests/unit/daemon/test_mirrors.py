@@ -233,6 +233,34 @@ def test_a_host_replaces_what_its_store_lost_and_deletes_what_never_counted_once
     assert steps(bucket) == [1, 2]
 
 
+def rot(pools: Path, step: int) -> None:
+    """Damage a step in the pool."""
+    [pool] = pools.glob("*.portus")
+    data = pool.read_bytes()
+    with pool.open("r+b") as file:
+        file.seek(data.index(state(step)["model"].numpy().tobytes()))
+        file.write(b"rot")
+
+
+def test_of_lost_versions_those_that_the_pool_has_whole_are_replaced(
+    tmp_path: Path,
+    bucket: StoreAddress,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pools, there = tmp_path / "pools", tmp_path / "bucket" / "default" / "net" / "versions"
+    save(pools, bucket, 1, 2)
+    rot(pools, 1)
+    [kept] = there.glob("step-00000002-*/*.pt")
+    whole = kept.read_bytes()
+    shutil.rmtree(there)
+    monkeypatch.setattr("portus.reach.mirror.copier._CARE_NS", 0)
+    with serving(pools, mirrors=TenantMirrors(bucket)):
+        until(lambda: "had lost objects" in caplog.text)
+    assert "step 1 lost objects" in caplog.text
+    assert kept.read_bytes() == whole
+
+
 def test_the_mirror_keeps_its_newest_where_what_replaced_it_is_damaged(
     tmp_path: Path, bucket: StoreAddress, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -243,11 +271,7 @@ def test_the_mirror_keeps_its_newest_where_what_replaced_it_is_damaged(
         portus.PoolCheckpointer(url(server), "net", keep=1) as saver,
     ):
         saver.save(state(2), 2).wait()
-    [pool] = pools.glob("*.portus")
-    data = pool.read_bytes()
-    with pool.open("r+b") as file:
-        file.seek(data.index(state(2)["model"].numpy().tobytes()))
-        file.write(b"rot")
+    rot(pools, 2)
     save(pools, bucket)
     assert "step 2 is not mirrored" in caplog.text
     assert steps(bucket) == [1]

@@ -273,8 +273,15 @@ class Copier(PoolCopier):
                     self.address,
                 )
                 continue
-            with self._uploading() as stop:
-                self._mirror.mend(added, lost, self._writer, info.id, stop)
+            try:
+                with self._uploading() as stop:
+                    self._mirror.mend(added, lost, self._writer, info.id, stop)
+            except CorruptionError as error:  # of the pool: the other versions are mended
+                _log.error(
+                    "portus: step %d lost objects in %s, and is damaged in the pool: %s",
+                    *(added.step, self.address, error),
+                )
+                continue
             _log.error(
                 "portus: step %d had lost objects in %s: they were replaced from the pool",
                 added.step,
