@@ -7,13 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import xxhash
 
 from portus.errors import PortusError, TransportError
 from portus.reach.protocol import messages as said
-from portus.reach.protocol.connection import SkippedMessage
+from portus.reach.protocol.connection import Connection, SkippedMessage
 from portus.reach.protocol.vocabulary import Phase
 from portus.reach.transport.budget import FREE, Budget, ConnectionBudget
 from portus.reach.transport.stream import EndedError, Link, SilentError
@@ -264,3 +265,98 @@ def test_a_tenant_that_takes_all_that_it_may_leaves_enough_to_the_others() -> No
     for each in (*greedy, honest):
         each.close()
     assert budget.taken_bytes == 0
+
+
+class SlowSocket(socket.socket):
+    """The host's end of a pair, which receives ``most`` bytes at once. Each time takes
+    ``seconds``."""
+
+    clock: Clock
+    most = 1
+    seconds = 0.5
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        self.clock.now_s += self.seconds
+        return super().recv_into(memoryview(buffer)[: self.most], nbytes, flags)
+
+
+class SlowLink:
+    """A link that receives payload from a plain socket, slowly. A host's, or a client's."""
+
+    def __init__(self, clock: Clock, *, is_client: bool = False) -> None:
+        self.other, here = socket.socketpair()
+        self.socket = SlowSocket(fileno=here.detach())
+        self.socket.clock = clock
+        self.link = Link(self.socket, is_client=is_client, name="it", silence_s=SILENCE_S)
+        self.link.connection.state = Phase.ASKED if is_client else Phase.PULLING
+
+    def send(self, size: int, frame: int) -> None:
+        """Frames of a client that the link has still to receive: few enough for the socket."""
+        self.other.sendall((header(frame, said.DATA.number) + bytes(frame)) * (size // frame))
+
+
+@pytest.fixture
+def slow_links(clock: Clock) -> Iterator[Callable[..., SlowLink]]:
+    with contextlib.ExitStack() as ways:
+
+        def make(*, is_client: bool = False) -> SlowLink:
+            made = SlowLink(clock, is_client=is_client)
+            ways.callback(made.other.close)
+            ways.callback(made.link.close)
+            return made
+
+        yield make
+
+
+@pytest.mark.parametrize("frame", [1, 3000])
+@pytest.mark.parametrize("target", [1, 3000])
+def test_payload_that_dribbles_is_ended_in_one_frame_or_in_many(
+    slow_links: Callable[..., SlowLink], clock: Clock, frame: int, target: int
+) -> None:
+    slow = slow_links()
+    slow.send(3000, frame)
+
+    def receive() -> None:
+        for _ in range(3000 // target):
+            slow.link.fill(memoryview(bytearray(target)))
+
+    with pytest.raises(SilentError, match="bytes took"):
+        receive()
+    assert slow.link.closed
+    assert SILENCE_S < clock.now_s < SILENCE_S + 10
+
+
+def test_payload_that_comes_on_may_take_longer_than_a_silence(
+    slow_links: Callable[..., SlowLink], clock: Clock
+) -> None:
+    slow = slow_links()
+    slow.link.silence_s, slow.socket.most, slow.socket.seconds = 0.4, 660, 0.01  # 66 kB/s
+    for _ in range(3):
+        slow.send(66_000, 66_000)
+        slow.link.fill(memoryview(bytearray(66_000)))
+        clock.now_s += LONG_S  # until the host has stored it
+    assert slow.link.taken == 3 * 66_000
+
+
+def test_the_payload_after_a_message_has_a_time_of_its_own(
+    slow_links: Callable[..., SlowLink],
+) -> None:
+    slow, client = slow_links(), Connection(is_client=True)
+    for _ in range(5):
+        slow.send(1600, 1600)
+        slow.link.fill(memoryview(bytearray(1600)))
+        slow.link.connection.state = client.state = Phase.READY
+        slow.other.sendall(client.send(said.Offer(b"")))
+        slow.link.receive()
+        slow.link.connection.state = Phase.PULLING
+    assert slow.link.taken == 5 * 1600
+
+
+def test_a_client_waits_for_a_host_that_is_slow_and_not_silent(
+    slow_links: Callable[..., SlowLink],
+) -> None:
+    slow = slow_links(is_client=True)
+    slow.other.sendall(header(3000, said.BYTES.number) + bytes(3000))
+    slow.other.sendall(xxhash.xxh3_128(header(3000, said.BYTES.number) + bytes(3000)).digest())
+    slow.link.fill(memoryview(bytearray(3000)))
+    assert slow.link.taken == 3000

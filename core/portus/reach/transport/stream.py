@@ -61,8 +61,9 @@ GATHER: Final = 4 << 20
 """Bytes to receive, or to read, before they are moved on, at most."""
 
 _BYTES_S_MIN: Final = 64e3
-"""The lowest average rate of a message or a piece of payload that has begun, in bytes a second. A
-side that sends a byte now and then counts as silent."""
+"""The lowest average rate, in bytes a second, of a message that has begun, of a sent piece of
+payload, and of all payload that a host receives between two messages. A side that sends a byte now
+and then counts as silent."""
 
 _WANTED_BYTES_S_MIN: Final = 1e6
 _WANTED_S: Final = 10.0
@@ -110,8 +111,12 @@ class Link:
         self.hash_s = 0.0
         self._socket: Final = link
         self.account: Final = account or Budget(UNLIMITED).account()
+        self._is_client: Final = is_client
         self._began_s = math.inf
         self._came = 0
+        self._payload_s = 0.0
+        """Seconds spent waiting for payload since the last message."""
+        self._payload_came = 0
         self._stop: Stop | None = None
         self._work: Stop | None = None
         self.closed = False
@@ -196,8 +201,10 @@ class Link:
                 data = self._get(self.connection.wanted_bytes)
                 room = max(0, room - len(data))
                 self._came += len(data)
-                self._check_pace()
+                self._check_message_pace()
             self._began_s = math.inf
+        if isinstance(event, Said):
+            self._payload_s, self._payload_came = 0.0, 0
         return event
 
     def ask(self, message: Said, silence_s: float | None = None) -> Said:
@@ -232,7 +239,8 @@ class Link:
 
         Raises a refusal that comes in its place as an error; the link can still be used then.
         """
-        done = 0
+        # The work of this side between two calls is not the other side's doing.
+        done, began_s = 0, time.monotonic() - self._payload_s
         while done < len(target):
             if not self.connection.payload_left:
                 event = self.receive()
@@ -243,7 +251,12 @@ class Link:
             with self._or_end():
                 while came < length:
                     # One call fills as much as arrives before the short wait ends.
-                    came += self._receive_some(piece[came:], socket.MSG_WAITALL)
+                    count = self._receive_some(piece[came:], socket.MSG_WAITALL)
+                    came += count
+                    self._payload_came += count
+                    self._payload_s = time.monotonic() - began_s
+                    if not self._is_client:  # it trusts its host, which may be slow
+                        self._check_pace(self._payload_s, self._payload_came)
                 self.connection.took(piece)
                 while self.connection.digest_due:
                     self.connection.feed(self._get(self.connection.wanted_bytes))
@@ -396,9 +409,11 @@ class Link:
         self._began_s = began_s + time.monotonic() - since_s
         return why
 
-    def _check_pace(self) -> None:
-        """Raise ``SilentError`` if the other side is too slow with a message that it began."""
-        took_s, came = time.monotonic() - self._began_s, self._came
+    def _check_message_pace(self) -> None:
+        self._check_pace(time.monotonic() - self._began_s, self._came)
+
+    def _check_pace(self, took_s: float, came: int) -> None:
+        """Raise ``SilentError`` if the other side is too slow: ``came`` bytes took ``took_s``."""
         if took_s > self.silence_s + came / _BYTES_S_MIN:
             raise SilentError(f"{self.name}: {came} bytes took {took_s:.0f} s")
         if took_s > _WANTED_S + came / _WANTED_BYTES_S_MIN and self.account.is_wanted:
@@ -413,7 +428,7 @@ class Link:
         if self.closed:
             raise EndedError(f"{self.name}: the connection was closed")
         if self._began_s != math.inf:
-            self._check_pace()
+            self._check_message_pace()
         waited_s = time.monotonic() - since_s
         if waited_s > (self.silence_s if limit_s is None else limit_s):
             raise SilentError(f"{self.name}: no progress for {waited_s:.0f} s")
