@@ -25,7 +25,7 @@ from portus.reach.index.place import Place, local_path
 from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
-from portus.reach.mirror.mirrors import LOG_LOST, Mirrors
+from portus.reach.mirror.mirrors import RUN_LOST, Mirrors
 from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, FileAdded
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
@@ -44,11 +44,11 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
     rows: list[Row] = []
     with Mirrors(address) as mirrors, _local(pool) as local:
         models = mirrors.models()
-        if not models and mirrors.has_files_alone():
-            raise UsageError(f"{address}: {LOG_LOST}")
-        for model in mirrors.lost_runs():
+        if not models and (advice := mirrors.advise()):
+            raise UsageError(f"{address}: {advice}")
+        for model, advice in mirrors.lost().items():
             output.code = FOUND
-            output.line(f"{address}: {model}: {LOG_LOST}")
+            output.line(f"{address}: {model}: {advice}")
         for model in models:
             state = mirrors.of(model).read()
             own = [each.info for each in local.values() if each.info.model == model]
@@ -105,12 +105,19 @@ def repair(
     documents: list[Json] = []
     counts = {"version": 0, "file": 0, "log": 0, "object": 0}
     with Mirrors(address) as mirrors, _local(pool) as local:
-        models = sorted([*mirrors.models(), *mirrors.lost_runs()])
+        lost, own = mirrors.lost(), {each.info.model for each in local.values()}
+        able = {model for model, advice in lost.items() if advice == RUN_LOST or model in own}
+        models = sorted([*mirrors.models(), *able])
         if not models:
-            raise UsageError(
-                f"{address}: there is no mirror to repair; what mirrors there sends all of it "
-                "when it starts the next time"
+            advice = mirrors.advise() or (
+                "there is no mirror to repair; what mirrors there sends all of it when it starts "
+                "the next time"
             )
+            raise UsageError(f"{address}: {advice}")
+        for model in lost.keys() - able:
+            output.code = FOUND
+            output.line(f"{address}: {model}: {lost[model]}")
+            documents.append({"model": model, "log": True, "result": "damaged"})
         for model in models:
             for kind, result, named, about in _results(mirrors, model, local, root):
                 counts[kind] += result not in ("counted", "sent")  # these are read afterwards
@@ -119,13 +126,13 @@ def repair(
                     output.code = FOUND
                 if result != "whole":
                     output.line(f"{address}: {named} {_RESULTS[kind][result]}")
-    lost = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
+    damaged = sum(isinstance(each, dict) and each["result"] == "damaged" for each in documents)
     read = [
         words.count(counts[kind], kind)
         for kind in ("version", "file")
         if counts[kind] or kind == "version"
     ]
-    output.line(f"{address}: {' and '.join(read)} read, {lost} damaged")
+    output.line(f"{address}: {' and '.join(read)} read, {damaged} damaged")
     output.document({"mirror": str(address), "versions": documents})
 
 

@@ -566,6 +566,29 @@ def test_repair_sends_the_version_whose_entry_of_the_log_is_lost(scene: Scene) -
     assert (scene.steps(), portus("verify", scene.url).code) == ([10, 20, 30], 0)
 
 
+def test_what_is_said_of_a_lost_log_of_a_host_makes_it_anew(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, advice = scene.url, "portus mirror repair --pool POOL"
+    shutil.rmtree(tmp_path / "bucket/runs/net/_portus")
+    for command in (
+        *(["verify", url], ["verify", f"{url}/net"], ["pull", url, "fresh"]),
+        *(["mirror", "status", url], ["mirror", "repair", url]),
+    ):
+        said = portus(*command)
+        assert (said.code, advice in said.err) == (2, True), said
+    save_mirrored(url, 1)
+    for command in (["mirror", "status", url], ["mirror", "repair", url]):
+        said = portus(*command)
+        assert (said.code, said.out.count("net: there are versions of a storage host")) == (1, 1)
+        assert advice in said.out
+    assert portus_json("mirror", "repair", url, code=1)["versions"][0]["model"] == "net"
+    said = portus("mirror", "repair", url, "--pool", scene.pool)
+    assert (said.code, said.out.count("was not there, and is sent from the pool")) == (0, 3), said
+    assert (scene.steps(), portus("verify", url).code) == ([10, 20, 30], 0)
+
+
 def test_repair_refuses_an_address_without_a_mirror(scene: Scene, tmp_path: Path) -> None:
     save_mirrored(scene.url, 1)
     before = set(tmp_path.rglob("*"))

@@ -87,6 +87,18 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
     assert steps(bucket)[-1] == 4
 
 
+def test_a_host_makes_the_lost_log_of_its_mirror_anew_when_it_starts(
+    tmp_path: Path, bucket: StoreAddress
+) -> None:
+    save(tmp_path / "pools", bucket, 1, 2)
+    expected = steps(bucket)
+    shutil.rmtree(tmp_path / "bucket/default/net/_portus/log")
+    assert steps(bucket) == []
+    with serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)):
+        pass
+    assert steps(bucket) == expected
+
+
 def test_a_start_of_a_host_lists_each_model_once_and_once_more(
     tmp_path: Path, bucket: StoreAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,13 +17,22 @@ from portus.errors import UsageError
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.files import BY_HAND, MirroredFiles
 from portus.reach.mirror.mirror import firsts, models
-from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, model_of, prefix_of
+from portus.reach.mirror.objects import DIGEST_SUFFIX, LOG, VERSIONS, model_of, prefix_of
 from portus.reach.mirror.opening import key_from_environment, open_store
 from portus.reach.mirror.store import Store
 
-LOG_LOST: Final = (
+RUN_LOST: Final = (
     f"there are files of a run here, and the log that says which count is lost. {BY_HAND}"
 )
+HOST_LOST: Final = (
+    "there are versions of a storage host here, and the log that says which count is lost. The "
+    "host makes it anew from its pool when it starts again, and so does portus mirror repair "
+    "--pool POOL. Without the pool, copy the files with any client of the store, and check them "
+    "with xxhsum -c *.xxh128"
+)
+"""What to do about files whose log is lost, by what saved them."""
+
+_VERSION_FILE: Final = re.compile(rf"(^|/){VERSIONS}step-[0-9]+-[0-9a-f]+/")
 _STEP: Final = re.compile(r"(.+)@(-?[0-9]+)", re.DOTALL)
 _SHOWN: Final = 20
 """Models that an error lists."""
@@ -53,16 +63,21 @@ class Mirrors:
         """Return whether the model has a mirror here. Makes one request."""
         return next(self._store.list(prefix_of(model) + LOG), None) is not None
 
-    def has_files_alone(self) -> bool:
-        """Return whether there are files of runs whose log is lost. Makes a list."""
-        found = itertools.islice(self._store.list(""), _LOOKED_AT)
-        return any(each.name.endswith(DIGEST_SUFFIX) for each in found)
+    def advise(self) -> str:
+        """Return what to do about files here whose log is lost, where no model has a mirror; "" if
+        there are none. Makes a list."""
+        return _advise_on(e.name for e in itertools.islice(self._store.list(""), _LOOKED_AT))
 
-    def lost_runs(self) -> list[str]:
-        """Return the runs that have files here, and no log. Makes a list for each model."""
+    def lost(self) -> dict[str, str]:
+        """Return the runs and models that have files here, and no log, and what to do about each.
+        Makes a list for each folder."""
         folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}
-        runs = {model_of(each) for each in folders} - {None, *self.models()}
-        return sorted(run for run in runs if run and self.of(run).files_alone())
+        names = {model_of(each) for each in folders} - {None, *self.models()}
+        found = {
+            name: _advise_on(each.name for each in self._store.list(prefix_of(name)))
+            for name in sorted(filter(None, names))
+        }
+        return {name: advice for name, advice in found.items() if advice}
 
     def close(self) -> None:
         """Close the store."""
@@ -119,9 +134,9 @@ def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
 def _advice(address: StoreAddress) -> str:
     with Mirrors(address) as mirrors:
         there = mirrors.models()
-        has_files = not there and mirrors.has_files_alone()
-    if has_files:
-        return LOG_LOST
+        lost = "" if there else mirrors.advise()
+    if lost:
+        return lost
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"
@@ -132,3 +147,13 @@ def _advice(address: StoreAddress) -> str:
         there = mirrors.models()
     names = f"; {above} has mirrors of {', '.join(map(repr, there[:_SHOWN]))}" if there else ""
     return f"there is no mirror here, and no mirror of a model of that name{names}"
+
+
+def _advise_on(objects: Iterable[str]) -> str:
+    """Return what to do about objects without a log; "" if none is a file with its digest beside
+    it, or if they are of several mirrors."""
+    names = set(objects)
+    files = [name for name in names if name + DIGEST_SUFFIX in names]
+    if not files or any(f"/{LOG}" in name for name in names):
+        return ""
+    return HOST_LOST if all(map(_VERSION_FILE.search, files)) else RUN_LOST
