@@ -470,6 +470,24 @@ def test_a_mirror_without_its_log_says_how_to_get_the_files(
     assert len(list(Path("fresh").glob("*.pt"))) == 2
 
 
+def test_verify_names_a_run_whose_log_is_lost_beside_one_that_has_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/bucket"
+    save_mirrored(url, 1)
+    shutil.copytree("bucket/run", "bucket/lost")
+    shutil.rmtree("bucket/lost/_portus")
+    for command in (["verify", url], ["verify", "--pool", url]):
+        said = portus(*command)
+        assert (said.code, "lost: there are files of a run here" in said.err) == (1, True), said
+        assert "healthy" in said.out, "the other one is read too"
+    assert portus_json("verify", url, code=1)["healthy"] is False
+    assert portus("verify", f"{url}/run").code == 0
+    assert portus("mirror", "repair", url).code == 0
+    assert portus("verify", url).code == 0
+
+
 def restored(tmp_path: Path, url: str, expected: int) -> str:
     """What repair says on a machine without the files of the run, whose log is lost. A fresh
     machine then continues from step ``expected``."""
@@ -579,10 +597,12 @@ def test_what_is_said_of_a_lost_log_of_a_host_makes_it_anew(
         said = portus(*command)
         assert (said.code, advice in said.err) == (2, True), said
     save_mirrored(url, 1)
-    for command in (["mirror", "status", url], ["mirror", "repair", url]):
+    for command in (["verify", url], ["mirror", "status", url], ["mirror", "repair", url]):
         said = portus(*command)
-        assert (said.code, said.out.count("net: there are versions of a storage host")) == (1, 1)
-        assert advice in said.out
+        lines = said.out + said.err
+        assert (said.code, lines.count("net: there are versions of a storage host")) == (1, 1), said
+        assert advice in lines
+    assert portus("verify", f"{url}/run").code == 0, "the other run is not asked for"
     assert portus_json("mirror", "repair", url, code=1)["versions"][0]["model"] == "net"
     said = portus("mirror", "repair", url, "--pool", scene.pool)
     assert (said.code, said.out.count("was not there, and is sent from the pool")) == (0, 3), said

@@ -53,6 +53,8 @@ UNCOUNTED: Final = (
 )
 """The description of an object without an entry in the log."""
 
+_REPAIR: Final = "portus mirror repair sends again what is known here"
+
 _TRIES: Final = 20
 """Times that a change takes the term from a run that takes it back, at most."""
 
@@ -193,9 +195,13 @@ class MirrorPlace(OpenPlace):
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: --rate is for files and pools, not for a mirror")
         found = self.list() if chosen is None else chosen
+        lost = self.mirrors.lost() if chosen is None else {}
+        for model, why in lost.items():
+            yield Check(self.place.path, model, partial(_fail, f"{self.place}: {model}: {why}"))
         for model, damage in self._damage.items():
             if damage:
-                yield Check(self.place.path, model, partial(_fail, self.place, model, damage))
+                why = f"{'; '.join(map(str, damage))}; what the log said there is lost. {_REPAIR}"
+                yield Check(self.place.path, model, partial(_fail, f"{self.place}: {model}: {why}"))
             if chosen is None:
                 for alone in self.mirrors.of(model).objects_without_entry():
                     if not alone.name.endswith(DIGEST_SUFFIX):
@@ -227,13 +233,8 @@ class MirrorPlace(OpenPlace):
         self.mirrors.close()
 
 
-def _fail(
-    place: Place, model: str, damage: Sequence[PortusError], verdict: Verdict, progress: Progress
-) -> None:
-    raise CorruptionError(
-        f"{place}: {model}: {'; '.join(map(str, damage))}; what the log said there is lost. portus "
-        "mirror repair sends again what is known here"
-    )
+def _fail(why: str, verdict: Verdict, progress: Progress) -> None:
+    raise CorruptionError(why)
 
 
 def term_of(state: State) -> dict[str, str | int | bool | None]:
