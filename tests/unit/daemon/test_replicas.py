@@ -269,6 +269,34 @@ def test_of_two_clients_that_leave_each_other_behind_one_goes_on(two: Two, at: s
     assert steps_at(two.second)[-2:] == [3, 6]
 
 
+@pytest.mark.parametrize("newest", ["is removed", "is not at the second host"])
+def test_a_lone_client_goes_on_where_the_newest_is_a_version_from_before_it(
+    two: Two, newest: str
+) -> None:
+    """Nobody else saves: an older version is the newest there, and the client saw it."""
+    replica = two.first.house.pools.of("default").replica
+    with ExitStack() as ways:
+        link = ways.enter_context(LossyLink("127.0.0.1", two.first.listeners[0].port))
+        both = f"portus://127.0.0.1:{link.port}+127.0.0.1:{two.second.listeners[0].port}"
+        with portus.PoolCheckpointer(both, "net", keep=None) as before:
+            saved(before, 1)
+            until(lambda: not replica.missing())
+            if newest == "is not at the second host":
+                two.cut()
+            saved(before, 2)
+            until(lambda: newest != "is removed" or not replica.missing())
+        with portus.PoolCheckpointer(both, "net", keep=None) as saver:
+            if newest == "is removed":
+                with contextlib.closing(HostPool(url(two.first))) as pool:
+                    pool.let_go([info.token for info in saver.versions() if info.step == 2])
+            else:
+                link.cut_after = 0
+            link.cut()
+            saved(saver, 3)
+            assert_same(saver.load(), state(3))
+        two.heal()
+
+
 def test_with_durable_1_what_a_side_that_is_cut_off_commits_is_said_to_be_superseded(
     two: Two, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -124,7 +124,7 @@ class Links:
         self._settled = self._wish is Transport.TCP or silence_s is not None
         self._lanes: Final[weakref.WeakKeyDictionary[Link, QueuePair]] = weakref.WeakKeyDictionary()
         self._claim: Final = None if model is None else said.Claim(model, os.urandom(16))
-        self._own: Final = deque[bytes]([bytes(16)], _OWN_MAX)
+        self._own: Final = deque[bytes](maxlen=_OWN_MAX)
         """The tokens of versions that are the newest of the model while no other client saves."""
         self._credentials = credentials
         self._guard: Final = threading.Lock()
@@ -420,7 +420,7 @@ class Links:
         return link
 
     def note_save(self, token: bytes) -> None:
-        """Note the token of a version that this client begins to save."""
+        """Note the token of a version that was there, or that this client begins to save."""
         self._own.append(token)
 
     def _require_alone(self, link: Link, model: str) -> None:
@@ -431,7 +431,7 @@ class Links:
         newest = expect(link.ask(said.Lead(model, bytes(16), 0, "", 0, bytes(16))), said.Led).newest
         if not self._was_in:
             self._own.append(newest)
-        elif newest not in self._own:
+        elif any(newest) and newest not in self._own:
             raise StaleError(
                 f"{link.name}: another client has saved model {model!r} while this one was cut "
                 "off. Nothing of this one counts any more: stop one of the two"

@@ -93,6 +93,10 @@ class HostPool(PoolReader):
         try:
             pins = HostLocks(self.links)
             super().__init__(HostMedium(self.links, pins), pins)
+            if model is not None and self.links.address.second is not None:
+                # Not the newest alone: it may be removed, or missing at the second host.
+                for entry in self.catalogue().models.get(model, ()):
+                    self.links.note_save(entry.info.token)
         except BaseException:
             self.links.close()
             raise
