@@ -35,7 +35,9 @@ from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
 from portus.reach.transport.dial import Credentials
 from portus.reach.transport.host import Links
+from portus.reach.versions.copy_version import copy_version
 from portus.reach.versions.host import HostPool
+from portus.reach.versions.pool_draft import PoolDraft
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 from tests.moments import is_in, until
 from tests.same import assert_same
@@ -618,6 +620,36 @@ def test_an_old_copy_of_the_pool_that_led_takes_nothing_for_removed(
             assert_same(saver.load(), state(2))
             saved(saver, 3)
         assert steps_at(two.second) == [2, 3]
+
+
+def test_a_first_host_with_the_newest_alone_removes_nothing_at_a_host_that_nobody_led(
+    tmp_path: Path,
+) -> None:
+    """It was filled from elsewhere, and has never let go of the others."""
+    with serving(tmp_path / "second") as second:
+        with portus.PoolCheckpointer(url(second), "net", keep=None) as saver:
+            saved(saver, 1, 2, 3)
+        with (
+            serving(tmp_path / "first") as first,
+            contextlib.closing(HostPool(url(second))) as pool,
+            pool.pin(pool.catalogue().models["net"][-1].info.id) as entry,
+        ):
+            record = pool.record(entry)
+            draft = PoolDraft(first.house.pools.of("default").writer, record.length)
+            draft.commit(copy_version(pool, record, draft, Stop(), None, draft.share_stored))
+            draft.release()
+        with serving(tmp_path / "first", replica=url(second)) as first:
+            with pytest.raises(StaleError, match=r"steps 1, 2 at .* are of no first host"):
+                portus.PoolCheckpointer(url(first), "net")
+            assert steps_at(second) == [1, 2, 3]
+            assert steps_at(first) == [3]
+            for step in (1, 2):
+                with contextlib.closing(HostPool(url(second))) as pool:
+                    gone = [e.info.token for e in pool.catalogue().entries() if e.info.step == step]
+                    pool.let_go(gone)
+            with portus.PoolCheckpointer(url(first), "net", durable=2, keep=None) as saver:
+                saved(saver, 4)
+        assert steps_at(second) == [3, 4]
 
 
 def test_a_copy_of_the_pool_of_the_second_host_leads_nothing(tmp_path: Path, two: Two) -> None:

@@ -163,7 +163,7 @@ class Leader(PoolCopier):
         self.why_over = ""
         """The reason why no commit here counts any more; empty while commits may count."""
         self._is_wanted = False
-        self._led: Final = led
+        self._led = led
         self.term = 0
         """The term in which this host leads; 0: it does not."""
         self._known: Collection[bytes] = ()
@@ -246,6 +246,8 @@ class Leader(PoolCopier):
                 kind = StaleError if may_fetch else ElsewhereError
                 raise kind(self._went_on(lead, there, foreign))
             self._fetch(there)
+        elif not lead.term and not self._led:
+            self._require_all(StaleError if may_fetch else ElsewhereError)
         commits = {info.token: info.commit for info in self._infos()}
         commit = commits.get(lead.newest, lead.commit if lead.pool == own else 0)
         message = said.Lead(self._model, own, commit, who(), lead.term, lead.newest)
@@ -262,6 +264,19 @@ class Leader(PoolCopier):
         with self._changed:
             self.term = answer.term
             self._changed.notify_all()
+
+    def _require_all(self, kind: type[PortusError]) -> None:
+        """Raise ``kind`` if this pool lacks versions that the other host has from before anyone led
+        the model: they would be removed there, as if they had been removed here."""
+        own = {info.token for info in self._infos()}
+        lacking = [info for info in self._there.infos(self._model) if info.token not in own]
+        if lacking:
+            steps = ", ".join(str(info.step) for info in lacking)
+            raise kind(
+                f"model {self._model!r}: steps {steps} at {self.address} are of no first host, and "
+                "this one lacks them: start it with an empty pool, and it fetches all; or remove "
+                "them there, once they are not needed"
+            )
 
     def _is_behind(self, lead: said.Led) -> bool:
         """Return whether the other host has the newer history. What this pool had while it led, and
@@ -326,7 +341,8 @@ class Leader(PoolCopier):
         if (lead.term, lead.pool) != (self.term, self._writer.uuid):
             if self.term and lead.term >= self.term:
                 raise ElsewhereError(self._went_on(lead, self._there.infos(self._model), ()))
-            self.term = 0  # the other host has lost its memory, or its disk
+            # The other host has lost its memory, or its disk.
+            self._led, self.term = self.term or self._led, 0
             self._take(lead, may_fetch=False)
         while True:  # ends: each turn but the last copies something
             there = self._there.infos(self._model)
