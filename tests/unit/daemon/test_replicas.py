@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -30,6 +31,8 @@ from portus.reach.daemon.leads import Lead
 from portus.reach.daemon.main import prepare
 from portus.reach.daemon.options import ServeOptions
 from portus.reach.daemon.server import Server
+from portus.reach.index.directory import create_pool
+from portus.reach.media.local import LocalFiles
 from portus.reach.protocol import messages as said
 from portus.reach.protocol.address import Address, Scheme, parse
 from portus.reach.protocol.messages import VERSION
@@ -38,6 +41,7 @@ from portus.reach.transport.host import Links
 from portus.reach.versions.copy_version import copy_version
 from portus.reach.versions.host import HostPool
 from portus.reach.versions.pool_draft import PoolDraft
+from tests.device import stand_in
 from tests.hosts import Host, connect_again_at_once, free_port, serving, url
 from tests.moments import is_in, until
 from tests.same import assert_same
@@ -688,6 +692,27 @@ def test_a_copy_that_arrives_late_is_refused_once_another_host_leads(two: Two) -
     assert not there.pool.links.ask(replace(late, newest=asked.newest), said.Led).granted
     assert two.lead().term == 2
     assert steps_at(two.second) == [1, 2]
+
+
+def test_a_host_of_a_device_that_lost_its_replica_is_no_replica_and_takes_saves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clients still name both hosts."""
+    path = tmp_path / "dax"
+    path.touch()
+    os.truncate(path, 32 << 20)
+    stand_in(str(path), str(tmp_path / "sys"), monkeypatch)
+    create_pool(str(path), LocalFiles())
+    with serving(path) as alone:
+        both = f"{url(alone)}+127.0.0.1:{free_port()}"
+        with portus.PoolCheckpointer(both, "net") as saver:
+            saved(saver, 1)
+            assert_same(saver.load(), state(1))
+        options = ServeOptions(
+            place=str(tmp_path / "first"), listen=["127.0.0.1:0"], replica=url(alone)
+        )
+        with pytest.raises(UsageError, match="a pool on a device has no room beside it"):
+            prepare(options)
 
 
 def test_durable_2_takes_two_hosts(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class TenantThere:
 
     def ask(self, model: str) -> said.Led:
         """Return who leads a model."""
-        return self.pool.links.ask(said.Lead(model, NOBODY, 0, "", 0, NOBODY), said.Led)
+        return self.pool.links.ask(said.Lead(model, NOBODY, 0, who(), 0, NOBODY), said.Led)
 
     def infos(self, model: str) -> list[VersionInfo]:
         """Return the versions of a model, oldest commit first."""

@@ -87,7 +87,7 @@ class Replica(Copies[Leader]):
                 "the pool of the first host is a copy of the second one's pool, or the other way "
                 "round: start one of the two with an empty pool, and all is copied to it"
             )
-        if self._other is None:  # else it is a client that asks, of the first host
+        if message.who:  # a client, which asks each of its two hosts, has no name
             self._leads.check()
         with self._lock_of(model):
             lead, listed = self._leads.of(model), self._writer.catalogue().models.get(model)

@@ -359,8 +359,8 @@ class Settle(Message, frozen=True):
 class Lead(Message, frozen=True):
     """A request of a first host: let ``pool`` lead the model in a new term, if its last term is
     ``term``, and its newest version here that of the token ``newest`` (zeros: there is none).
-    ``commit``: that of the newest version there which is copied here. ``who``: for messages. A pool
-    of zeros only asks."""
+    ``commit``: that of the newest version there which is copied here. ``who``: for messages; empty
+    for a client, which has a pool of zeros: that only asks."""
 
     model: Annotated[str, Meta(min_length=1, max_length=NAME_SIZE_MAX)]
     pool: Token
