@@ -14,6 +14,7 @@ from portus.reach.index.place import Place, PlaceKind
 from portus.reach.media.dax import DaxDevice, device_facts
 from portus.reach.media.local import LocalFiles
 from tests.device import stand_in
+from tests.hosts import serving, url
 
 SIZE = 32 << 20
 
@@ -54,3 +55,10 @@ def test_a_blank_device_has_no_pool_and_gets_none_before_the_first_save(device: 
         assert not any(Path(device).read_bytes()), "nothing is made before the first save"
         saver.save({"x": 1}, 1).wait()
     assert has_pool(device)
+
+
+def test_a_host_that_serves_a_blank_device_makes_its_pool(device: str) -> None:
+    with serving(device) as server, portus.PoolCheckpointer(url(server), "net") as saver:
+        saver.save({"x": 1}, 1).wait()
+    with portus.open(device) as pool:
+        assert pool.steps("net") == [1]

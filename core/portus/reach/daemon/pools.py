@@ -24,6 +24,7 @@ from portus.reach.daemon.secrets import read_words
 from portus.reach.format.layout import DATA_START
 from portus.reach.index.directory import (
     create_pool,
+    has_pool,
     is_at,
     make_directory,
     on_disk,
@@ -350,7 +351,7 @@ class Pools:
             format_pool(medium)
             return PoolWriter(medium, ProcessLocks(), max_bytes=self._size_max(tenant))
         path, files = self._pool_of(self._where, tenant).path, LocalFiles()
-        if not os.path.exists(path):
+        if not has_pool(path, files):
             make_directory(os.path.dirname(path))
             create_pool(path, files)
         return open_writer(path, files, timeout_s=BUSY_S, max_bytes=self._size_max(tenant))
