@@ -425,6 +425,25 @@ def test_a_first_host_that_lost_all_has_it_again_when_it_listens(
         assert second.house.pools.of("anna").leads.of("net").term == 2
 
 
+def test_a_version_that_was_removed_at_the_first_host_does_not_come_back_as_newer_than_others(
+    two: Two,
+) -> None:
+    """While the second host, which did not hear of it, went on."""
+    with portus.PoolCheckpointer(two.both, "net", keep=None) as saver:
+        saved(saver, 1, 2, 3)
+        until(lambda: not two.first.house.pools.of("default").replica.missing())
+    two.cut()
+    with contextlib.closing(HostPool(url(two.first))) as pool:
+        pool.let_go([e.info.token for e in pool.catalogue().entries() if e.info.step < 3])
+    with portus.PoolCheckpointer(url(two.second), "net", keep=None) as saver:
+        saved(saver, 4)
+    two.heal()
+    with portus.PoolCheckpointer(url(two.first), "net", durable=2, keep=None) as saver:
+        assert [info.step for info in saver.versions()] == [3, 4]
+        saved(saver, 5)
+    until(lambda: steps_at(two.second) == [3, 4, 5])
+
+
 def test_versions_of_a_first_host_take_their_space_once(two: Two) -> None:
     """At the second host, before and after it leads, and in a fresh pool that they are fetched to:
     all share what did not change."""

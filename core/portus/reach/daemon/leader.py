@@ -238,6 +238,8 @@ class Leader(PoolCopier):
                 f"model {self._model!r} was saved last by {lead.who}; it is copied from here once "
                 "a client claims it here"
             )
+        if not lead.term and not self._led:
+            self._require_older(StaleError if may_fetch else ElsewhereError)
         if self._is_behind(lead):
             there = self._there.infos(self._model)
             tokens = {each.token for each in there}
@@ -246,8 +248,6 @@ class Leader(PoolCopier):
                 kind = StaleError if may_fetch else ElsewhereError
                 raise kind(self._went_on(lead, there, foreign))
             self._fetch(there)
-        elif not lead.term and not self._led:
-            self._require_all(StaleError if may_fetch else ElsewhereError)
         commits = {info.token: info.commit for info in self._infos()}
         commit = commits.get(lead.newest, lead.commit if lead.pool == own else 0)
         message = said.Lead(self._model, own, commit, who(), lead.term, lead.newest)
@@ -265,18 +265,23 @@ class Leader(PoolCopier):
             self.term = answer.term
             self._changed.notify_all()
 
-    def _require_all(self, kind: type[PortusError]) -> None:
-        """Raise ``kind`` if this pool lacks versions that the other host has from before anyone led
-        the model: they would be removed there, as if they had been removed here."""
-        own = {info.token for info in self._infos()}
-        lacking = [info for info in self._there.infos(self._model) if info.token not in own]
-        if lacking:
-            steps = ", ".join(str(info.step) for info in lacking)
+    def _require_older(self, kind: type[PortusError]) -> None:
+        """Raise ``kind`` if the other host, where nobody led the model, has versions that this pool
+        lacks, older than one of both: they would be removed there, as if they had been removed
+        here."""
+        there, own = self._there.infos(self._model), {info.token for info in self._infos()}
+        older = there[: self._count_known(there)]
+        if lacking := [str(info.step) for info in older if info.token not in own]:
             raise kind(
-                f"model {self._model!r}: steps {steps} at {self.address} are of no first host, and "
-                "this one lacks them: start it with an empty pool, and it fetches all; or remove "
-                "them there, once they are not needed"
+                f"model {self._model!r}: steps {', '.join(lacking)} at {self.address} are of no "
+                "first host, and this one lacks them: start it with an empty pool, and it fetches "
+                "all; or remove them there, once they are not needed"
             )
+
+    def _count_known(self, there: Sequence[VersionInfo]) -> int:
+        """Return how many versions of the other host are there up to the newest of both pools."""
+        own = {info.token for info in self._infos()}
+        return max((n for n, info in enumerate(there, 1) if info.token in own), default=0)
 
     def _is_behind(self, lead: said.Led) -> bool:
         """Return whether the other host has the newer history. What this pool had while it led, and
@@ -311,10 +316,10 @@ class Leader(PoolCopier):
         )
 
     def _fetch(self, there: Sequence[VersionInfo]) -> None:
-        """Fetch the versions that this pool lacks, oldest first. Skip an older one that is damaged
-        there, with an error in the log; raise ``CorruptionError`` for the newest."""
-        own = {info.token for info in self._infos()}
-        lacking = [info for info in there if info.token not in own]
+        """Fetch the versions after the newest of both pools, oldest first. Skip a damaged one, with
+        an error in the log; raise ``CorruptionError`` for the newest."""
+        # Older ones were removed here: fetched, they would be newer than those that are here.
+        lacking = there[self._count_known(there) :]
         if lacking:
             self._tell_fetch([info.size for info in lacking])
         before: VersionRecord | None = None
