@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -324,6 +324,30 @@ def test_what_is_removed_is_gone_with_its_digest(
         "run/b.ckpt",
         f"run/b.ckpt{DIGEST_SUFFIX}",
     ]
+
+
+def test_a_deletion_that_takes_effect_late_takes_no_file_that_counts(
+    tmp_path: Path, store: Store, files: MirroredFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path / "a.ckpt", 100)
+    put(files, tmp_path / "a.ckpt")
+    late: list[str] = []
+
+    def unanswered(names: Sequence[str]) -> None:
+        late.extend(names)
+        raise TransportError("no answer")
+
+    with monkeypatch.context() as cut:
+        cut.setattr(store, "delete", unanswered)
+        with pytest.raises(TransportError):
+            files.remove(["a.ckpt"])
+    data = made(tmp_path / "a.ckpt", 200)
+    put(files, tmp_path / "a.ckpt")
+    assert late
+    store.delete(late)
+    assert fetched(files, "a.ckpt", tmp_path / "back") == data
+    files.remove(["a.ckpt"])
+    assert [each.name for each in store.list("run/") if "/_portus/log/" not in each.name] == []
 
 
 def test_what_was_to_replace_a_file_goes_with_it(

@@ -103,6 +103,9 @@ class MirroredFiles(Mirror):
         # Never over the file that counts: a kill before the entry must not lose that one
         # (decision 0208).
         name = file_name(path, "" if replaced is None else replaced.name)
+        if not self._undecided.isdisjoint((name, name + DIGEST_SUFFIX)):
+            # Nor where a deletion without an answer may take effect once this counts (M3).
+            name = name_before(name, self._random(WRITER_SIZE))
         self._uncounted.add(name)
         return FileAdded(
             path=path,

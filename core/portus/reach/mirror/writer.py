@@ -64,6 +64,8 @@ class Writer(MirrorLog):
         """The token of the version that was sent last."""
         self._arrived: dict[int, FileObject] = {}
         """Objects of it that may be relied on, by the numbers of its files (M2)."""
+        self._undecided = set[str]()
+        """The names in deletions that failed: they may take effect at any time later."""
 
     def claim(
         self,
@@ -213,7 +215,11 @@ class Writer(MirrorLog):
             # No earlier name is used again: these requests may take effect late (M3).
             self._tag = self._random(WRITER_SIZE)
         for start in range(0, len(names), _DELETED_MAX):
-            self._objects.delete(names[start : start + _DELETED_MAX])
+            some = names[start : start + _DELETED_MAX]
+            new = set(some) - self._undecided
+            self._undecided |= new
+            self._objects.delete(some)
+            self._undecided -= new
 
     @staticmethod
     def _random(size: int) -> bytes:
