@@ -109,3 +109,25 @@ def test_after_ctrl_c_in_shared_work_no_thread_writes_any_more() -> None:
     time.sleep(0.1)
     assert not target.any()
     assert sorted(begun) == [0, 1]
+
+
+def test_ctrl_c_in_the_start_of_a_thread_leaves_none_that_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, begun, ended = threading.Thread.start, threading.Event(), list[int]()
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            begun.set()
+            time.sleep(0.2)
+            ended.append(item)
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        assert begun.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        share_work(work, range(9), 2, "a test")
+    assert ended, "the item that had begun may write to memory of the caller"

@@ -105,13 +105,13 @@ def share_work(
     try:
         for number in range(count):
             # Not a pool of threads: the exit of the process would wait for what they hang in.
-            thread = JoinableThread(take_part, f"{name}-{number}")
+            begun.append(JoinableThread(take_part, f"{name}-{number}"))
             try:
-                thread.start()
+                begun[-1].start()  # noted before: Ctrl-C may come out of it when it has begun
             except RuntimeError:  # the interpreter is ending, and starts no thread any more
+                begun.pop()
                 take_part()
                 break
-            begun.append(thread)
         for thread in begun:
             thread.join()
     finally:
