@@ -333,6 +333,10 @@ class CrashFolder(Linux):
         """See ``Linux``."""
         return self._locks.setdefault(node_of(file), file) is file
 
+    def is_local(self, file: Descriptor) -> bool:
+        """See ``Linux``."""
+        return True
+
     def is_unused(self, file: Descriptor) -> bool:
         """See ``Linux``."""
         return not any(each.node == node_of(file) and each is not file for each in self._opened)

@@ -72,6 +72,21 @@ def test_of_files_that_others_remove_the_newest_are_watched_and_none_after_the_e
     assert {path.stat().st_nlink for path in tmp_path.iterdir()} == {1}
 
 
+def test_a_committed_file_stays_open_only_where_it_may_become_a_spare(
+    files: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for step, kind in enumerate((linux.EXT_TYPE, NFS)):
+        monkeypatch.setattr(linux, "file_system_type", lambda _, kind=kind: kind)
+        path = tmp_path / f"{step}.pt"
+        save(files, path, removed_elsewhere=True)
+        # An NFS client renames an open file that is removed, and its directory cannot be removed.
+        opened = [each.resolve() for each in Path("/proc/self/fd").iterdir()]
+        found.append((path in opened, path.stat().st_nlink))
+    files.close()
+    assert found == [(True, 2), (False, 1)]
+
+
 def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(
     files: Publisher, tmp_path: Path
 ) -> None:

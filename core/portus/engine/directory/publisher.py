@@ -487,7 +487,7 @@ class Publisher:
 
     def _link_locked(self, committed: _CommittedFile) -> _LockedHold | None:
         """Make a hidden link to a committed file, and lock the file; return None if it is gone, or
-        another process locked it."""
+        cannot be a spare."""
         system, directory = self._system, committed.directory
         file = system.open(directory.file, committed.name, writable=True)
         if file is None:
@@ -496,8 +496,9 @@ class Publisher:
         made = _LockedHold(directory.folder, name, committed, file)
         is_made = False
         try:
+            # Elsewhere an open file hinders who removes its directory (NFS), or reads it (SMB).
             # If this process is killed, a start finds a hold without a draft, and removes it.
-            is_made = system.lock(file) and self._link(made)
+            is_made = system.is_local(file) and system.lock(file) and self._link(made)
         finally:
             if not is_made:
                 system.close(file)

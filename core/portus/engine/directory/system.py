@@ -196,12 +196,17 @@ class Linux:
                 return False
         return True
 
+    def is_local(self, file: Descriptor) -> bool:
+        """Return True if this kernel knows of all who open the file."""
+        with _translate(file.path):
+            return linux.file_system_type(file.number) in linux.LOCAL_TYPES
+
     def is_unused(self, file: Descriptor) -> bool:
         """Return True if the kernel knows of no other process with the file open or mapped."""
         # Ask for a write lease: it is granted only if no one else has the file open.
         try:
             # A lease knows nothing of other machines that mount the file system.
-            if linux.file_system_type(file.number) not in linux.LOCAL_TYPES:
+            if not self.is_local(file):
                 return False
             # If the file is opened now, the kernel would send SIGIO, which ends a process; SIGURG
             # is ignored by default.
