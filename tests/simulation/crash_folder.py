@@ -333,6 +333,11 @@ class CrashFolder(Linux):
         """See ``Linux``."""
         return self._locks.setdefault(node_of(file), file) is file
 
+    def unlock(self, file: Descriptor) -> None:
+        """See ``Linux``."""
+        if self._locks.get(node_of(file)) is file:
+            del self._locks[node_of(file)]
+
     def is_local(self, file: Descriptor) -> bool:
         """See ``Linux``."""
         return True

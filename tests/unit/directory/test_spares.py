@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from pathlib import Path
@@ -85,6 +86,20 @@ def test_a_committed_file_stays_open_only_where_it_may_become_a_spare(
         found.append((path in opened, path.stat().st_nlink))
     files.close()
     assert found == [(True, 2), (False, 1)]
+
+
+def test_a_file_is_watched_though_it_was_written_through_a_mapping(
+    files: Publisher, tmp_path: Path
+) -> None:
+    draft = files.begin(os.fspath(tmp_path / "0.pt"), removed_elsewhere=True)
+    os.truncate(draft.files[0].file.number, 1)
+    with mmap.mmap(draft.files[0].file.number, 1):  # as of its writer, which closes it later
+        os.fsync(draft.files[0].file.number)
+        draft.publish()
+    os.unlink(tmp_path / "0.pt")
+    assert not save(files, tmp_path / "1.pt")
+    assert save(files, tmp_path / "2.pt")
+    files.close()
 
 
 def test_what_a_process_that_was_killed_watched_is_let_go_of_by_the_next_one(

@@ -611,6 +611,8 @@ class Publisher:
         for hold in draft.holds:
             self._release(hold)
         for file in draft.files:
+            with contextlib.suppress(MediumError):
+                self._system.unlock(file.file)
             self._system.close(file.file)
         with contextlib.suppress(MediumError):
             self._system.unlink(folder.make(), draft.record.name)

@@ -196,6 +196,11 @@ class Linux:
                 return False
         return True
 
+    def unlock(self, file: Descriptor) -> None:
+        """Release the lock of a file at once, though a mapping of it may outlive its close."""
+        with _translate(file.path):
+            fcntl.flock(file.number, fcntl.LOCK_UN)
+
     def is_local(self, file: Descriptor) -> bool:
         """Return True if this kernel knows of all who open the file."""
         with _translate(file.path):
