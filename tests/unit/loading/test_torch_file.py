@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
@@ -272,3 +273,20 @@ def test_no_descriptor_is_left_open(path: Path) -> None:
     with pytest.raises(PortusError):
         load_file(path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_copy_that_the_disk_does_not_return_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a.pt")
+
+    def fail(*_: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with (
+        open_file.open_file(os.fspath(tmp_path / "a.pt")) as file,
+        open(tmp_path / "b.pt", "w+b") as copy,
+    ):
+        monkeypatch.setattr(os, "pread", fail)
+        with pytest.raises(MediumError, match="cannot read"):
+            file.write(copy.fileno(), "b.pt", lambda size: None)

@@ -50,8 +50,15 @@ class DiskFile(ReadFile):
             except OSError as error:
                 raise file_error("write", path, error) from error
             advance(len(piece))
+
+        def read(at: int, length: int) -> bytes:
+            try:
+                return os.pread(number, length, at)
+            except OSError as error:
+                raise file_error("read", path, error) from error
+
         # The copy, not the original: the written bytes have to be right.
-        verify_by_format(lambda at, length: os.pread(number, length, at), self.size, path)
+        verify_by_format(read, self.size, path)
 
 
 class OpenFile(Protocol):
