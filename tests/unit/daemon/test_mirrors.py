@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,42 @@ def test_a_fresh_host_hands_out_what_the_mirror_of_the_one_before_has(
         with portus.PoolCheckpointer(url(server), "other") as saver:
             assert_same(saver.load(), state(7))
     assert steps(bucket)[-1] == 4
+
+
+def test_a_claim_starts_no_thread_and_writes_nothing_to_the_mirror(
+    tmp_path: Path, bucket: StoreAddress
+) -> None:
+    def threads() -> list[str]:
+        return [each.name for each in threading.enumerate() if each.name == "portus-mirror-net"]
+
+    with (
+        serving(tmp_path / "pools", mirrors=TenantMirrors(bucket)) as server,
+        portus.PoolCheckpointer(url(server), "net") as saver,
+    ):
+        [hosted] = server.house.pools.all()
+        assert hosted.mirror is not None
+        assert "net" in hosted.mirror._copiers
+        assert (threads(), list((tmp_path / "bucket").rglob("*"))) == ([], [])
+        saver.save(state(1), 1).wait()
+        assert len(threads()) == 1
+    assert steps(bucket) == [1]
+
+
+def test_what_a_claim_fetched_from_a_replica_is_mirrored_without_a_commit(
+    tmp_path: Path, bucket: StoreAddress
+) -> None:
+    with serving(tmp_path / "second") as second:
+        with (
+            serving(tmp_path / "first", replica=url(second)) as first,
+            portus.PoolCheckpointer(url(first), "net") as saver,
+        ):
+            saver.save(state(1), 1).wait()
+        mirrors = TenantMirrors(bucket)
+        with (
+            serving(tmp_path / "fresh", mirrors=mirrors, replica=url(second)) as fresh,
+            portus.PoolCheckpointer(url(fresh), "net"),
+        ):
+            until(lambda: steps(bucket) == [1])
 
 
 def test_a_host_makes_the_lost_log_of_its_mirror_anew_when_it_starts(

@@ -109,15 +109,18 @@ class TenantMirror(Copies[Copier]):
                 self._copiers[model] = copier
 
     def claim(self, model: str) -> None:
-        """Take over the mirror of a model that a client is about to save. Raise ``UsageError`` if
-        the model continued elsewhere."""
+        """Mirror a model that a client is about to save: now if it has versions, else from its
+        first commit on. Raise ``UsageError`` if the model continued elsewhere."""
         why = self._refused.get(model)
         if why is not None:
             raise UsageError(why)
+        has_versions = model in self._writer.catalogue().models
         with self._guard:
             if model not in self._copiers:
                 self._copiers[model] = self._make_copier(model)
-                self._copiers[model].wake()
+                # Else the first commit does: a client may claim any number of names.
+                if has_versions:
+                    self._copiers[model].wake()
 
     @property
     def failure(self) -> str:
