@@ -46,7 +46,7 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
         models = mirrors.models()
         if not models and (advice := mirrors.advise()):
             raise UsageError(f"{address}: {advice}")
-        for model, advice in mirrors.lost().items():
+        for model, advice in mirrors.find_lost().items():
             output.code = FOUND
             output.line(f"{address}: {model}: {advice}")
         for model in models:
@@ -105,7 +105,7 @@ def repair(
     documents: list[Json] = []
     counts = {"version": 0, "file": 0, "log": 0, "object": 0}
     with Mirrors(address) as mirrors, _local(pool) as local:
-        lost, own = mirrors.lost(), {each.info.model for each in local.values()}
+        lost, own = mirrors.find_lost(), {each.info.model for each in local.values()}
         able = {model for model, advice in lost.items() if advice == RUN_LOST or model in own}
         models = sorted([*mirrors.models(), *able])
         if not models:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from portus.engine.format.checksum import unit_counts
-from portus.engine.image.image import Image, Literal
+from portus.engine.image.image import Image, Literal, exactly
 from portus.engine.image.torch_reader import read_torch
 from portus.engine.image.torch_zip import DESCRIPTOR64, LOCAL, archive_name, torch_image
 from portus.engine.loading.checkpoint_file import verify_file
@@ -163,3 +163,14 @@ def test_each_byte_that_says_what_a_record_is_must_be_that_of_the_directory(
             verify_file(path)
     path.write_bytes(data)
     assert verify_file(path) == len(data)
+
+
+def test_a_read_that_returns_less_than_asked_is_gone_on_with() -> None:
+    data = bytes(range(200))
+
+    def read(offset: int, length: int) -> bytes:
+        return data[offset : offset + min(length, 7)]  # as Linux does, of more than 2 GiB
+
+    assert exactly(read, 3, 100, "a.pt") == data[3:103]
+    with pytest.raises(CorruptionError, match="expected 100 bytes, found 50"):
+        exactly(read, 150, 100, "a.pt")

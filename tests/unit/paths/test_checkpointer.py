@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -22,7 +23,7 @@ from torch import nn
 import portus
 from portus.engine.copying.local import fetch
 from portus.engine.files.queue import Errand
-from portus.engine.loading import open_file
+from portus.engine.loading import checkpoint_file, open_file
 from portus.engine.loading.checkpoint_file import load_file
 from portus.engine.paths import directory_steps, process
 from portus.engine.paths.saver import FileSaver
@@ -273,6 +274,26 @@ def test_damaged_files_neither_count_nor_go() -> None:
     truncated("run/step-00000003.pt")
     save("run", 4, keep=2)
     assert files() == [f"step-{step:08}.pt" for step in (2, 3, 4)]
+
+
+def test_a_file_that_could_not_be_read_once_counts_when_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save("run", 1, 2, keep=None)
+    read_note, failed = checkpoint_file.read_note, list[str]()
+
+    def failing_once(path: str) -> bytes | None:
+        if not failed:
+            failed.append(path)
+            raise portus.MediumError(errno.EIO, "the disk does not answer")
+        return read_note(path)
+
+    monkeypatch.setattr(directory_steps, "read_note", failing_once)
+    with portus.Checkpointer("run", keep=2) as checkpointer:
+        checkpointer.save(state(3), 3).wait()
+        checkpointer.save(state(4), 4).wait()
+    assert failed
+    assert files() == [f"step-{step:08}.pt" for step in (3, 4)]
 
 
 def test_unverified_loads_are_a_setting() -> None:

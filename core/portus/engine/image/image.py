@@ -119,6 +119,8 @@ class StoredFile:
 def exactly(read: Read, offset: int, length: int, name: str) -> bytes:
     """Return ``length`` bytes. Raise ``CorruptionError`` if there are fewer."""
     data = read(offset, length)
+    while len(data) < length and (more := read(offset + len(data), length - len(data))):
+        data += more  # Linux reads 2 GiB at once, at most
     if len(data) != length:
         raise CorruptionError(f"{name}: byte {offset}: expected {length} bytes, found {len(data)}")
     return data

@@ -62,7 +62,7 @@ class StepFiles:
     def __init__(self, directory: str) -> None:
         self.directory: Final = directory
         self._known: dict[tuple[int, ...], tuple[VersionInfo, bool]] = {}
-        """The facts of files, by the mark of each, and whether it is whole."""
+        """The facts of whole files, by the mark of each."""
 
     def path_of(self, step: int) -> str:
         """Return the path of the file of a step. Raise ``UsageError`` if it is not a step."""
@@ -114,7 +114,8 @@ class StepFiles:
                 continue  # it was removed meanwhile
             except OSError as error:
                 raise medium_error(error, path) from error
-        self._known = known
+        # An error of the disk may pass: such a file is read again.
+        self._known = {mark: each for mark, each in known.items() if each[1]}
         return sorted(known.values(), key=lambda each: (each[0].time_ns, each[0].step))
 
     def _read(self, path: str, step: int, status: os.stat_result) -> tuple[VersionInfo, bool]:

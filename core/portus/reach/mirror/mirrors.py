@@ -68,7 +68,7 @@ class Mirrors:
         there are none. Makes a list."""
         return _advise_on(e.name for e in itertools.islice(self._store.list(""), _LOOKED_AT))
 
-    def lost(self) -> dict[str, str]:
+    def find_lost(self) -> dict[str, str]:
         """Return the runs and models that have files here, and no log, and what to do about each.
         Makes a list for each folder."""
         folders = {each.name.partition("/")[0] + "/" for each in firsts(self._store)}

@@ -195,7 +195,7 @@ class MirrorPlace(OpenPlace):
         if pace.bytes_per_s is not None:
             raise UsageError(f"{self.place}: --rate is for files and pools, not for a mirror")
         found = self.list() if chosen is None else chosen
-        lost = self.mirrors.lost() if chosen is None else {}
+        lost = self.mirrors.find_lost() if chosen is None else {}
         for model, why in lost.items():
             yield Check(self.place.path, model, partial(_fail, f"{self.place}: {model}: {why}"))
         for model, damage in self._damage.items():
