@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 import portus.reach.shards.arrival
-from portus.engine.directory.file_draft import CommittedFile, FileDraft
 from portus.engine.fence.fence import Fence
-from portus.engine.writer.image_file import ImageFile
+from portus.engine.writer.image_file import CommittedFile, FileDraft, ImageFile
 from portus.errors import MediumError
 from tests.adapters.kills import Kills
 from tests.nursery import Say

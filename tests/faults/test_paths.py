@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from portus.engine.directory import file_draft
 from portus.engine.directory.system import Linux
 from portus.engine.media import linux
 from portus.engine.media.file_calls import write_all
 from portus.engine.paths import process
 from portus.engine.paths.process import load, save
-from portus.engine.writer import staged_way
+from portus.engine.writer import image_file, staged_way
 from portus.errors import MediumError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -97,7 +96,7 @@ def train(monkeypatch: pytest.MonkeyPatch, injector: Injector) -> dict[str, int]
     told: dict[str, int] = {}
     weight = torch.zeros(40_000)
     with monkeypatch.context() as patched:
-        patched.setattr(file_draft, "Linux", lambda: Failing(injector))
+        patched.setattr(image_file, "Linux", lambda: Failing(injector))
         patched.setattr(linux, "allocate", injector.around(linux.allocate, "allocate"))
         patched.setattr(staged_way, "write_all", injector.around(write_all, "write"))
         for name in ("fdatasync", "ftruncate"):

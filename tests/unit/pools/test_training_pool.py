@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import portus
-from portus.engine.directory.file_draft import FileDraft
 from portus.engine.directory.system import Linux
 from portus.engine.media.process import Descriptor
+from portus.engine.writer.image_file import FileDraft
 from portus.errors import BusyError, MediumError, UsageError
 from portus.reach.daemon.shared_state import ClientTimeouts
 from portus.reach.training.training_files import TrainingFiles

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from portus.engine.directory.file_draft import FileDraft
 from portus.engine.directory.folder import FOLDER
 from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image
@@ -22,6 +21,7 @@ from portus.engine.pipeline.plan import Flags, Previous, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import FileContents
+from portus.engine.writer.image_file import FileDraft
 from portus.errors import MediumError, UsageError, printable
 
 

@@ -19,7 +19,6 @@ from typing import Final
 import torch
 
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.file_draft import FileDraft, FileWriter
 from portus.engine.directory.system import medium_error
 from portus.engine.fence import fence
 from portus.engine.fence.fence import Fence
@@ -48,6 +47,7 @@ from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.state.contents import FileContents, JoinedStorages
 from portus.engine.state.pickling import pickle_state
+from portus.engine.writer.image_file import FileDraft, FileWriter
 from portus.errors import (
     AbandonedError,
     CorruptionError,

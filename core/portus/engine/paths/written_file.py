@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from portus.engine.copying.segments import Stop
-from portus.engine.directory.file_draft import FileDraft, FileWriter
 from portus.engine.files import order
 from portus.engine.files.pending import PENDING
 from portus.engine.paths.request import NewFile, name_of
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.handle import EndedSave, SaveStats
 from portus.engine.pipeline.request import SaveRequest
+from portus.engine.writer.image_file import FileDraft, FileWriter
 
 
 def write_now(new: Sequence[NewFile], request: SaveRequest) -> EndedSave:

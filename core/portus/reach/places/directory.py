@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NoReturn
 
-from portus.engine.directory.file_draft import base_of
 from portus.engine.directory.folder import FOLDER, HiddenFolder
 from portus.engine.directory.publisher import Publication, Publisher
 from portus.engine.directory.recovery import recover_directory
@@ -20,6 +19,7 @@ from portus.engine.media.file_calls import file_system_of
 from portus.engine.media.read_file import Pace
 from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import VersionInfo
+from portus.engine.writer.image_file import base_of
 from portus.errors import CorruptionError, MediumError, PortusError, UsageError, printable
 from portus.reach.files.reference import read_reference
 from portus.reach.format.reference import Reference

@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 
-from portus.engine.directory.file_draft import FileDraft
 from portus.engine.directory.publisher import Publisher
 from portus.engine.image.image import Image, bytes_image
 from portus.engine.job.settings import Settings
@@ -23,6 +22,7 @@ from portus.engine.pipeline.draft import CommittedVersion, Draft, Labels
 from portus.engine.pipeline.plan import Flags, Snapshot
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save
+from portus.engine.writer.image_file import FileDraft
 from portus.errors import (
     AbandonedError,
     BusyError,
