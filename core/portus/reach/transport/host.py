@@ -434,7 +434,8 @@ class Links:
         elif any(newest) and newest not in self._own:
             raise StaleError(
                 f"{link.name}: another client has saved model {model!r} while this one was cut "
-                "off. Nothing of this one counts any more: stop one of the two"
+                "off, or versions that this one knew are gone there. Nothing that it saves would "
+                "count: if another one runs, stop one of the two; else start this one again"
             )
 
     def _let_in(self, address: Address) -> tuple[Link, Welcome]:
