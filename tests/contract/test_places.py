@@ -116,6 +116,23 @@ class TestDirectory(OnDisk):
         assert isinstance(place, DirectoryPlace)
         return place
 
+    def test_the_names_of_directories_that_a_draft_makes_are_durable(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        synced: list[str] = []
+        sync = LocalFiles.sync
+
+        def noted(files: LocalFiles, directory: str) -> None:
+            synced.append(os.path.relpath(directory, self.directory))
+            sync(files, directory)
+
+        monkeypatch.setattr(LocalFiles, "sync", noted)
+        with open_files([file_name(1)], tmp_path) as files, self.open() as place:
+            nested = {f"a/b/{name}": file for name, file in files.items()}
+            with place.draft(labels(1), nested, CopyOptions()) as commit:
+                assert sorted(synced) == [".", "a"]
+                commit()
+
     def test_a_draft_is_in_a_hidden_folder_until_it_is_committed(self, tmp_path: Path) -> None:
         def names() -> list[str]:
             return sorted(os.listdir(self.directory))

@@ -220,11 +220,13 @@ class DirectoryPlace(OpenPlace):
 
 @contextlib.contextmanager
 def _provide_directory(path: str) -> Iterator[None]:
-    """Make a directory, and those above it; in the end remove those of them that are empty."""
+    """Make a directory, and those above it, durably; in the end remove those that are empty."""
     from portus.engine.paths.request import make_directory  # and torch with it
 
     made = [each for each in (Path(path), *Path(path).parents) if not each.is_dir()]
     make_directory(path)
+    for each in made:
+        LocalFiles().sync(str(each.parent))
     try:
         yield
     finally:
