@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import portus
+from portus.engine.directory.publisher import Publisher
 from portus.engine.paths import process
 from portus.engine.paths.process import load, save
 from portus.engine.paths.saver import FileSaver
+from portus.engine.pipeline.request import SaveRequest
 from portus.errors import MediumError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are written on Linux only")
@@ -163,6 +165,24 @@ def test_saves_that_wait_for_each_other_all_fit_where_there_is_room_for_one_more
     for step in range(8 - keep, 8):
         check(place / f"step-{step:08}.pt", step)
     assert len(os.listdir(place)) == keep
+
+
+def test_space_that_another_thread_frees_meanwhile_is_used(
+    mount: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a removal after the commit of the save before."""
+    place = mount("tmpfs")
+    filler = place / "filler"
+    filler.write_bytes(bytes(14 << 20))
+
+    def freed_by_another(self: Publisher, request: SaveRequest) -> bool:
+        filler.unlink()
+        return False
+
+    monkeypatch.setattr(Publisher, "make_room", freed_by_another)
+    portus.save({"w": torch.full((4 << 18,), 1.0), "step": 1}, place / "a.pt").wait()
+    assert not filler.exists()
+    check(place / "a.pt", 1)
 
 
 @pytest.mark.parametrize("path", [".portus", ".portus/a.pt", "below/.portus/more/a.pt"])

@@ -11,10 +11,10 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from isal import isal_zlib
@@ -46,6 +46,8 @@ from portus.engine.writer.ring import StagingRing
 from portus.engine.writer.staged_way import StagedWay, set_direct
 from portus.engine.writer.ways import Kind, Way, Ways
 from portus.errors import MediumError
+
+Result = TypeVar("Result")
 
 _NO_DIGESTS: Final = np.zeros((0, DIGEST_SIZE), np.uint8)
 _NO_BLOCKS_AHEAD: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
@@ -287,16 +289,13 @@ class FileDraft:
         self._publisher: Final = writer.publisher
         self._turn: Final = turn
         self._request: Final = request
-        while True:  # ends: there is nothing left to give back
-            try:
-                self._draft = writer.publisher.begin(
-                    *paths,
-                    base=base_of(request.base, paths[0]),
-                    removed_elsewhere=request.removed_elsewhere,
-                )
-                break
-            except MediumError as error:
-                self._make_room(error)
+        self._draft: Final = self._with_room(
+            lambda: writer.publisher.begin(
+                *paths,
+                base=base_of(request.base, paths[0]),
+                removed_elsewhere=request.removed_elsewhere,
+            )
+        )
         try:
             self._files: Final = [
                 ImageFile(
@@ -360,21 +359,20 @@ class FileDraft:
         for part in np.split(np.arange(len(storages)), cuts):
             if len(part):
                 number = int(owner[part[0]])
-                self._open(self._files[number])
+                self._with_room(self._files[number].open)
                 yield self._files[number], int(self._first[number]), part
 
-    def _open(self, file: ImageFile) -> None:
+    def _with_room(self, act: Callable[[], Result]) -> Result:
+        """Return the result of ``act``, which is called again as long as there is space to free."""
         while True:  # ends: there is nothing left to give back
             try:
-                file.open()
-                return
+                return act()
             except MediumError as error:
-                self._make_room(error)
-
-    def _make_room(self, error: MediumError) -> None:
-        """Free space if that is what lacks; else raise ``error``."""
-        if error.errno not in OUT_OF_SPACE or not self._publisher.make_room(self._request):
-            raise error
+                if error.errno not in OUT_OF_SPACE:
+                    raise
+                if not self._publisher.make_room(self._request):
+                    # Once more: another thread may have removed a file meanwhile.
+                    return act()
 
     def commit(self, labels: Labels) -> CommittedFile:
         self.finish()
@@ -396,7 +394,7 @@ class FileDraft:
     def finish(self) -> None:
         """Return when the files are durable, and may get their names. Raises ``PortusError``."""
         for file in self._files:
-            self._open(file)
+            self._with_room(file.open)
             file.finish()
         self._request.ready()
 
