@@ -83,7 +83,7 @@ class HostedPool:
         self.writer: Final = writer
         self.path: Final = path
         self.leads: Final = Leads(writer, path)
-        """Who leads its models, of two hosts that have them."""
+        """The leads of its models, where two hosts have them."""
         self.mirror: TenantMirror | None = None
         """The mirror of the pool; None if it has none."""
         self.replica: Replica
