@@ -16,7 +16,7 @@ import torch
 
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.objects import FileAdded
+from portus.reach.mirror.objects import Added
 from portus.reach.mirror.opening import open_store
 from portus_lightning import PortusIO
 from tests.adapters import lost_script
@@ -68,10 +68,10 @@ def lose_its_machine(
         assert torch.load(each)["global_step"]
 
 
-def counted(mirror: Path) -> dict[str, FileAdded]:
+def counted(mirror: Path) -> dict[str, Added]:
     """The files that count, by their paths."""
     with contextlib.closing(open_store(parse(f"file://{mirror}"))) as store:
-        files = MirroredFiles(store, "ckpt", "mirror").read().files
+        files = MirroredFiles(store, "ckpt", "mirror").read().added
     return {each.path: each for each in files}
 
 
@@ -89,7 +89,7 @@ def mirrored_step(mirror: Path) -> int:
     last = max(filter(None, found), key=lambda each: each.time_ns, default=None)
     if last is None:
         return -1
-    path = mirror / "ckpt" / last.name
+    [path] = [mirror / "ckpt" / each.name for each in last.files.values()]
     return int(steps_and_sums(path.parent)[path.name][0])
 
 

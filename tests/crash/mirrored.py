@@ -96,7 +96,7 @@ class Oracle:
 
     def hold(self) -> None:
         """What was told is there."""
-        there = {each.token for each in self.state.versions}
+        there = {each.token for each in self.state.added}
         for token in self.told.keys() - there - self.may_be_removed:
             raise BrokenError(f"step {self.told[token].info.step} was told, and is not there")
 
@@ -106,12 +106,12 @@ class Oracle:
         before, entry = self.state, SEAL.read_entry(number, data, MODEL)
         self.state = fold(before, number, entry)
         for fact in entry.facts:
-            if isinstance(fact, Added) and fact in self.state.versions:
+            if isinstance(fact, Added) and fact in self.state.added:
                 loaded(self.bucket, fact, self.truth)
         self._newest_goes_on(before)
 
     def _newest_goes_on(self, before: State) -> None:
-        tokens = {each.token for each in self.state.versions}
+        tokens = {each.token for each in self.state.added}
         then, now = before.newest, self.state.newest
         if now is not None:
             truly = [self.truth[token] for token in tokens]
@@ -127,7 +127,7 @@ class Oracle:
 
 def loaded(bucket: ModelStore, added: Added, truth: dict[bytes, Version]) -> None:
     """Load a version, as a reader who meets no trouble does."""
-    for name in State(versions=(added,)).sizes:
+    for name in State(added=(added,)).sizes:
         if name not in bucket.objects:
             raise BrokenError(f"{name} is not there, and step {added.step} needs it")
     for number, each in enumerate(added.files.values()):
@@ -226,11 +226,11 @@ class Session:
             yield from perform(mend)
 
     def _remove(self) -> Generator[None, None, None]:
-        versions = self._writer.state.versions
+        versions = self._writer.state.added
         if len(versions) > 1:
             old = self._history.chance.choice(versions)
             self._history.oracle.may_be_removed.add(old.token)
-            yield from perform(lambda: self._writer.remove_versions([old.token]))
+            yield from perform(lambda: self._writer.remove([old.token]))
 
 
 class Reader:
@@ -380,6 +380,6 @@ class History:
             pass
         if states[0] != self.oracle.state:
             raise BrokenError("a reader sees another state than there is")
-        there = {each.token: each for each in states[0].versions}
+        there = {each.token: each for each in states[0].added}
         for token in self.oracle.told.keys() - self.oracle.may_be_removed:
             loaded(self.bucket, there[token], self.oracle.truth)

@@ -58,10 +58,10 @@ def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, 
             with children.start("train_for_ever", str(run), address) as child:
                 lines = [child.line() for _ in range(random_.randint(1, LINES_MAX))]
                 assert lines[0] == f"resumed {counted}", f"kill {number}"
-                before = mirror.read().newest_file
+                before = mirror.read().newest
                 time.sleep(random_.uniform(0, DELAY_S_MAX))
                 told = max(int(line.partition(" ")[2]) for line in [*lines, *child.kill()])
-            newest = mirror.read().newest_file
+            newest = mirror.read().newest
             if newest is not None:
                 assert max(counted, before.step if before else 0) <= newest.step <= told + 1
                 counted = newest.step
@@ -74,7 +74,7 @@ def test_what_the_mirror_counts_outlives_each_machine_bit_for_bit(folder: Path, 
             assert_same(saver.load(weights_only=False), Training(counted).state())
         saver.save(Training(counted + 1).state(), counted + 1)
     with contextlib.closing(open_store(parse(address))) as store:
-        assert len(Mirror(store, "net").read().files) == KEEP, "what is to go goes at last"
+        assert len(Mirror(store, "net").read().added) == KEEP, "what is to go goes at last"
     print(f"{KILLS} machines, {counted} steps; {behind} times the mirror was behind")
     assert counted >= KILLS // 2, "too few steps were mirrored"
 
@@ -108,7 +108,7 @@ def test_what_the_mirror_of_a_host_counts_outlives_each_host_for_plain_torch_too
                 saver.save(Training(step).state(), step)
                 time.sleep(random_.uniform(0, DELAY_S_MAX / 10))
                 host.kill()
-            for added in mirror.read().versions:
+            for added in mirror.read().added:
                 [file] = added.files.values()
                 found = torch.load(
                     folder / "bucket" / "default" / "net" / file.name, weights_only=False

@@ -48,10 +48,10 @@ class EntryFirst(Writer):
 class DeletesFirst(Writer):
     """Deletes a version before its removal counts."""
 
-    def remove_versions(self, tokens: Iterable[bytes]) -> None:
-        gone = [each for each in self.state.versions if each.token in {*tokens}]
+    def remove(self, tokens: Iterable[bytes]) -> None:
+        gone = [each for each in self.state.added if each.token in {*tokens}]
         self._delete(file.name for each in gone for file in each.files.values())
-        super().remove_versions(each.token for each in gone)
+        super().remove(each.token for each in gone)
 
 
 class SweepsWithoutTerm(Writer):
@@ -147,7 +147,7 @@ MISTAKES: dict[type[Writer], int] = {
     RemembersWhatItDeleted: 8,
     Assumes: 433,
     OneTag: 12,
-    TakesTheirsForItsOwn: 0,
+    TakesTheirsForItsOwn: 3,
     NewestIsLast: 4,
 }
 """And the seed of a history in which it is found."""

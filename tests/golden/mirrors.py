@@ -46,7 +46,7 @@ def mirrored(path: Path, key: bytes | None) -> ModelStore:
         added = [
             mirror.copy(reader, entry.info.id, Stop()) for entry in reader.catalogue().entries()
         ]
-    mirror.remove_versions([added[0].token])
+    mirror.remove([added[0].token])
     while mirror.state.number < (STRIDE + 2 if key is None else 5):
         mirror.claim("golden", pool, 0)
     return bucket

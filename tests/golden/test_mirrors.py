@@ -41,9 +41,9 @@ def test_a_golden_mirror_holds_what_was_mirrored(path: Path, kind: str) -> None:
     state = mirror.read()
     assert state.who == "golden"
     assert state.term > 1
-    assert [str(each.step) for each in state.versions] == list(golden["states"])
-    assert [each.metrics for each in state.versions] == [{"loss": 0.5}]
-    for each in state.versions:
+    assert [str(each.step) for each in state.added] == list(golden["states"])
+    assert [each.metrics for each in state.added] == [{"loss": 0.5}]
+    for each in state.added:
         mirror.check(each, lambda _: None)
         found = Describer().describe(load_version(mirror, each, weights_only=False))
         assert found == golden["states"][str(each.step)]

@@ -102,9 +102,9 @@ def mirrored(
         added = [
             tries(functools.partial(mirror.copy, reader, each, Stop())) for each in ids(reader)
         ]
-        tries(lambda: mirror.remove_versions([added[0].token]))
+        tries(lambda: mirror.remove([added[0].token]))
         tries(mirror.sweep)
-        assert [each.step for each in tries(mirror.read).versions] == [2, 3]
+        assert [each.step for each in tries(mirror.read).added] == [2, 3]
     return tries.failed
 
 
@@ -116,7 +116,7 @@ def assert_loads(url: str, steps: list[int]) -> None:
     """Who has the mirror alone gets these, bit for bit; and from the files, with plain torch."""
     with contextlib.closing(Bucket(parse(url))) as store:
         mirror = Mirror(store, MODEL)
-        versions = mirror.read().versions
+        versions = mirror.read().added
         assert [each.step for each in versions] == steps
         for added, step in zip(versions, steps, strict=True):
             assert_same(load_version(mirror, added), state_of(step))

@@ -45,7 +45,11 @@ def read_plainly(url: str) -> dict[str, int]:
     store = open_store(parse(url))
     try:
         state = Mirror(store, "gpt").read()
-        found = {each.path: store.get(f"gpt/{each.name}") for each in state.files}
+        found = {
+            path: store.get(f"gpt/{file.name}")
+            for each in state.added
+            for path, file in each.paths.items()
+        }
     finally:
         store.close()
     return {path: torch.load(io.BytesIO(data))["step"] for path, data in found.items()}

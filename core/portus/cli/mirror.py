@@ -26,7 +26,7 @@ from portus.reach.mirror.address import MIRROR_VARIABLE, StoreAddress, parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import RUN_LOST, Mirrors
-from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, FileAdded
+from portus.reach.mirror.objects import DIGEST_SUFFIX, VERSIONS, Added, FileObject
 from portus.reach.places.base import StoredCheckpoint
 from portus.reach.places.mirror import UNCOUNTED, claim, retry, term_of
 from portus.reach.versions.take_files import digest_of
@@ -53,12 +53,10 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
             state = mirrors.of(model).read()
             own = [each.info for each in local.values() if each.info.model == model]
             behind = [info.step for info in own if state.version(info.token) is None]
-            newest = state.newest or state.newest_file
+            newest, files = state.newest, [each for each in state.added if each.path]
             step, time_ns = (newest.step, newest.time_ns) if newest else (None, None)
             age = None if time_ns is None else words.age(time_ns)
-            count = len(state.versions) + len(state.files)
-            size = sum(each.size for each in state.versions)  # or less
-            size += sum(each.size for each in state.files)
+            count, size = len(state.added), sum(each.size for each in state.added)  # or less
             lacks = "everything is mirrored" if own else ""
             if behind:
                 lacks = f"{words.count(len(behind), 'version')} not mirrored"
@@ -70,8 +68,8 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
                     "name": model,
                     "newest": step,
                     "time_ns": time_ns,
-                    "versions": len(state.versions),
-                    "files": len(state.files),
+                    "versions": len(state.added) - len(files),
+                    "files": len(files),
                     "size": size,
                     "not_mirrored": behind,
                     **term_of(state),
@@ -153,24 +151,22 @@ def _results(
         if found.info.model == model and state.version(token) is None:
             retry(partial(_send, mirror, found))
             yield "version", "sent", f"{model}@{found.info.step}", {"step": found.info.step}
-    versions, files = state.missing(()), [each for each in state.files if not each.link]
-    total = sum(each.size for each in versions) + sum(each.size for each in files)
-    with counter(model, total) as add:
-        for added in versions:
-            damaged, result = _damage(mirror, added), "whole"
-            if damaged:
-                result = _mend_version(mirror, added, local.get(added.token), damaged)
+    checkpoints = state.checkpoints
+    with counter(model, sum(each.size for each in checkpoints)) as add:
+        for added in checkpoints:
+            kind, result, named = "version", "whole", f"{model}@{added.step}"
+            about: dict[str, Json] = {"step": added.step}
+            if added.path:
+                kind, named = "file", f"{model}: {printable(added.path)}"
+                about["file"] = added.path
+            try:
+                if damaged := mirror.find_damage(added, lambda _: None):
+                    here = local.get(added.token)
+                    result = _mend(mirror, added, here, root, damaged)
+            except StaleError:
+                result = "removed"
             add(added.size)
-            result = "removed" if damaged is None else result
-            yield "version", result, f"{model}@{added.step}", {"step": added.step}
-        for filed in files:
-            damaged, result = _damage(mirror, filed), "whole"
-            if damaged:
-                result = _mend_file(mirror, filed, root)
-            add(filed.size)
-            about: dict[str, Json] = {"step": filed.step, "file": filed.path}
-            result = "removed" if damaged is None else result
-            yield "file", result, f"{model}: {printable(filed.path)}", about
+            yield kind, result, named, about
 
 
 _RESULTS: Final = {
@@ -195,37 +191,37 @@ _RESULTS: Final = {
 }
 
 
-def _damage(mirror: Mirror, added: Added | FileAdded) -> Collection[str] | None:
-    """Return the names of the damaged objects of a version or a file; None if it was removed
-    meanwhile."""
-    try:
-        return mirror.find_damage(added, lambda _: None)
-    except StaleError:
-        return None
-
-
-def _mend_version(
-    mirror: Mirror, added: Added, found: StoredCheckpoint | None, damaged: Collection[str]
+def _mend(
+    mirror: MirroredFiles,
+    added: Added,
+    found: StoredCheckpoint | None,
+    root: str,
+    damaged: Collection[str],
 ) -> str:
-    with contextlib.suppress(CorruptionError):
-        if found is not None:
-            with found.open() as opened:
-                assert opened.version is not None
-                reader, number = opened.version.reader, opened.version.record.info.id
-                mirror.mend(added, damaged, reader, number, Stop())
-            return "mended"
-    return "damaged"
-
-
-def _mend_file(mirrored: MirroredFiles, filed: FileAdded, root: str) -> str:
-    def send(file: OpenFile) -> str:
-        claim(mirrored, "mirror repair")
-        return "mended" if mirrored.mend_file(filed, file) else "removed"
-
-    if _time_here(filed, root) is None:
+    """Send damaged objects of a checkpoint again: from the version of the pool, or from the
+    directory of the run. Return the result."""
+    if not added.path:
+        with contextlib.suppress(CorruptionError):
+            if found is not None:
+                with found.open() as opened:
+                    assert opened.version is not None
+                    reader, number = opened.version.reader, opened.version.record.info.id
+                    mirror.mend(added, damaged, reader, number, Stop())
+                return "mended"
         return "damaged"
-    with open_file(os.path.join(root, filed.path), as_torch=False) as file:
-        return retry(partial(send, file))
+    results = set()
+    for path, each in added.paths.items():
+        if each.name in damaged:
+            if _time_here(path, each, root) is None:
+                return "damaged"
+            with open_file(os.path.join(root, path), as_torch=False) as file:
+                results.add(retry(partial(_send_file, mirror, added, path, file)))
+    return "removed" if False in results else "mended"
+
+
+def _send_file(mirror: MirroredFiles, added: Added, path: str, file: OpenFile) -> bool:
+    claim(mirror, "mirror repair")
+    return mirror.mend_file(added, path, file)
 
 
 def _count_again(
@@ -234,9 +230,13 @@ def _count_again(
     """Make objects count that lost their entry of the log, if they are files of the run; and if the
     log ``has_lost`` entries, all that have a digest beside them. Yields as ``_results``."""
     is_new = not mirrored.read().number
-    found = [(each, _time_here(each, root)) for each in mirrored.find_lost()]
-    lost = [each for each, time_ns in found if has_lost or time_ns is not None]
-    saved_ns = {each.path: time_ns for each, time_ns in found if time_ns is not None}
+    lost, saved_ns = [], dict[str, int]()
+    for each in mirrored.find_lost():
+        times = {path: _time_here(path, file, root) for path, file in each.paths.items()}
+        known = {path: time_ns for path, time_ns in times.items() if time_ns is not None}
+        saved_ns |= known
+        if has_lost or len(known) == len(times):
+            lost.append(each)
 
     def restore() -> None:
         claim(mirrored, "mirror repair")
@@ -245,7 +245,12 @@ def _count_again(
     if lost:
         retry(restore)
     if is_new and lost:
-        yield "log", "restored", f"{mirrored.model}: its log", {"log": True, "files": len(lost)}
+        yield (
+            "log",
+            "restored",
+            f"{mirrored.model}: its log",
+            {"log": True, "files": sum(len(each.files) for each in lost)},
+        )
     for each in lost:
         path = f"{mirrored.model}: {printable(each.path)}"
         yield "file", "counted", path, {"step": each.step, "file": each.path}
@@ -257,15 +262,15 @@ def _count_again(
             yield "object", result, f"{mirrored.model}: {printable(name)}", {"object": name}
 
 
-def _time_here(filed: FileAdded, root: str) -> int | None:
+def _time_here(path: str, file: FileObject, root: str) -> int | None:
     """Return when a file of the mirror was changed in the directory of the run; None if it is not
     there, or has other bytes."""
-    path = os.path.join(root, filed.path)
+    path = os.path.join(root, path)
     with (
         contextlib.suppress(OSError, PortusError),
-        open_file(path, as_torch=False) as file,
+        open_file(path, as_torch=False) as opened,
     ):
-        if file.size == filed.size and digest_of(reads(file), 0, file.size) == filed.digest:
+        if opened.size == file.size and digest_of(reads(opened), 0, file.size) == file.digest:
             return os.stat(path).st_mtime_ns
     return None
 

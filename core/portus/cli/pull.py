@@ -56,7 +56,7 @@ def command(
             )
         os.makedirs(root, exist_ok=True)
         for each in models:
-            if mirrors.of(each).read().files:
+            if any(added.path for added in mirrors.of(each).read().added):
                 documents.append(_pull_files(address, each, root, output))
             else:
                 documents.append(_pull(mirrors.of(each), place.pool_of(each), output))
@@ -120,7 +120,6 @@ def _pull(mirror: Mirror, place: Place, output: Output) -> Json:
         "model": mirror.model,
         "pool": place.path,
         "versions": [
-            version_document(each.info(mirror.model, numbers[each.token], each.commit))
-            for each in fetched
+            version_document(each.info(mirror.model, numbers[each.token])) for each in fetched
         ],
     }

@@ -87,17 +87,12 @@ def _remove_versions(
         is_model = {each.info.model for each in found} == {name}
         if keep is not None and not is_model:
             raise UsageError(f"--keep is for a model, and {name} names a step")
-        if keep is not None and any(each.path for each in found):
-            raise UsageError(
-                f"{name}: a checkpoint there may be several files, and --keep is for versions; the "
-                "run that mirrors there removes what it does not keep"
-            )
-        if not force:
-            _refuse(places, found)
         if keep is not None:
-            found = _in_order(found)
+            found = _in_order([each for each in found if not each.leads_to])
             staying = {id(info) for info in keep.staying([each.info for each in found])}
             found = [each for each in found if id(each.info) not in staying]
+        if found and not force:
+            _refuse(places, found)
         question = f"Remove {words.count(len(found), 'version')}, all of {name}?"
         if is_model and keep is None and not yes and not output.ask(question):
             raise UsageError(f"nothing was removed: use --yes for all of {name}, or {name}@STEP")

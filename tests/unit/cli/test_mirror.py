@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 import portus as face
 from portus.engine.copying.segments import Stop
@@ -49,7 +48,7 @@ class Scene:
         """Upload what the pool has."""
         store = open_store(parse(self.url))
         to = Mirror(store, "net", key=key_from_environment())
-        known = {each.token for each in to.claim("a test", bytes(16), 0).versions}
+        known = {each.token for each in to.claim("a test", bytes(16), 0).added}
         with contextlib.closing(open_reader(str(self.pool))) as reader:
             for entry in reader.catalogue().entries():
                 if entry.info.token not in known:
@@ -59,7 +58,7 @@ class Scene:
         return Mirror(open_store(parse(self.url)), "net").read()
 
     def steps(self) -> list[int]:
-        return sorted(each.step for each in self.state().versions)
+        return sorted(each.step for each in self.state().added)
 
     def objects(self, kind: str) -> list[Path]:
         there = Path(parse(self.url).prefix) / "net"
@@ -333,14 +332,13 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
 
     def upload(step: int, *paths: str) -> None:
         files.claim("a test", bytes(16))
-        filed = []
+        sent = {}
         for path in paths:
             Path(path).parent.mkdir(exist_ok=True)
             Path(path).write_bytes(path.encode() * 9)
             with open_file(path) as file:
-                sent = files.upload(path, file, Stop(), step=step, time_ns=step)
-                filed.append(sent)
-        files.count(filed)
+                sent[path] = files.upload(path, file, Stop(), time_ns=step)
+        files.count([files.checkpoint(os.path.commonpath(paths), sent, step)])
 
     upload(1, "1.pt")
     upload(2, "2.pt")
@@ -353,16 +351,18 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
     assert (said.code, "last.pt points to it" in said.err) == (2, True)
     assert portus("rm", f"{url}/gpt@1").code == 0
     upload(3, "c-3/model.safetensors", "c-3/optimizer.bin")
-    said = portus("export", f"{url}/gpt@3", "part.pt")
-    assert (said.code, "several files" in said.err) == (2, True)
-    assert not Path("part.pt").exists()
-    said = portus("rm", f"{url}/gpt", "--keep", "1")
-    assert (said.code, "--keep" in said.err) == (2, True)
-    paths = {each.path for each in files.read().files}
-    assert paths == {"2.pt", "last.pt", "c-3/model.safetensors", "c-3/optimizer.bin"}
+    assert portus("export", f"{url}/gpt@3", "out").code == 0
+    assert sorted(os.listdir("out")) == ["model.safetensors", "optimizer.bin"]
+    upload(4, "4.pt")
+    said = portus("rm", f"{url}/gpt", "--keep", "2")
+    assert (said.code, "last.pt points to it" in said.err) == (2, True)
+    assert portus("rm", f"{url}/gpt", "--keep", "2", "--force").code == 0
+    paths = {each.path for each in files.read().added}
+    assert paths == {"last.pt", "c-3", "4.pt"}
+    upload(2, "2.pt")
     assert portus("rm", f"{url}/gpt@2", "--force").code == 0
     assert portus("rm", f"{url}/gpt", "--yes").code == 0
-    assert files.read().files == ()
+    assert files.read().added == ()
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -514,7 +514,7 @@ def test_repair_makes_a_lost_log_anew_from_the_digests_beside_the_files(
     (there / "notes.txt").write_text("not of Portus")
     DAMAGES["without its digest"](there / "step-00000003.pt")
     out = restored(tmp_path, url, 2)
-    files = MirroredFiles(open_store(parse(url)), "run", url).read().files
+    files = MirroredFiles(open_store(parse(url)), "run", url).read().added
     times = {each.path: each.time_ns for each in files}
     assert times["step-00000001.pt"] < times["step-00000002.pt"], "the newest is that of step 2"
     for name, result in (
@@ -570,7 +570,7 @@ def test_an_old_file_whose_entry_is_lost_does_not_become_the_newest(
     shutil.rmtree("run")
     said = portus("mirror", "repair", url)
     assert (said.code, "step-00000001.pt had no entry of the log" in said.out) == (0, True), said
-    newest = MirroredFiles(open_store(parse(url)), "run", url).read().newest_file
+    newest = MirroredFiles(open_store(parse(url)), "run", url).read().newest
     assert newest is not None
     assert newest.step == 2
 
@@ -640,13 +640,13 @@ def test_repair_mends_from_the_pool_and_names_what_it_cannot(
     scene.files()[0].with_name(scene.files()[0].name + ".xxh128").unlink()
     damage(scene.files()[1])
     scene.files()[2].unlink()
-    before = {(each.token, each.term, each.commit) for each in scene.state().versions}
+    before = {(each.token, each.term, each.commit) for each in scene.state().added}
     said = portus("mirror", "repair")
     assert said.code == 0, said
     assert "is repaired from the pool" in said.out
     assert portus("verify", scene.url).code == 0
     assert {*before_all} <= {each.read_bytes() for each in scene.files()}
-    assert {(each.token, each.term, each.commit) for each in scene.state().versions} == before
+    assert {(each.token, each.term, each.commit) for each in scene.state().added} == before
     newest = scene.state().newest
     assert newest is not None
     damage(scene.file_of(newest))
@@ -761,8 +761,8 @@ def test_a_pull_writes_nothing_outside_of_its_directory(files: str, tmp_path: Pa
     mirror.claim("somebody else", bytes(16))
     for path in ("../evil", "a/../../evil", f"{tmp_path}/evil"):
         with open_file("gpt/step-00000010.pt") as file:
-            filed = mirror.upload("evil", file, Stop(), step=1, time_ns=1)
-        mirror.count([replace(filed, path=path)])
+            sent = mirror.upload("evil", file, Stop(), time_ns=1)
+        mirror.count([mirror.checkpoint(path, {path: sent}, 1)])
     for link, target in (("up", ".."), ("root", "/"), ("../evil", "run/step-00000010.pt")):
         mirror.link(link, target)
     assert portus("pull", files, "fresh/run").code == 1

@@ -163,7 +163,7 @@ def test_tables_outlive_the_collection_of_garbage_a_rescue_and_their_marks(
     assert portus("rescue", path, "--into", into).code == 0
     assert same(content(into), before)
     assert same(content(path), before)
-    for arguments in (("embedding marks@2",), ("embedding marks", "--keep", "1")):
+    for arguments in (("embedding marks@2",), ("embedding marks",)):
         said = portus("rm", *arguments, "--pool", path)
         assert said.code == USAGE
         assert "embedding marks@2: a checkpoint that was saved at batch 2" in said.err

@@ -43,7 +43,7 @@ def bucket(tmp_path: Path) -> StoreAddress:
 
 def steps(bucket: StoreAddress, model: str = "net", tenant: str = "default") -> list[int]:
     below = parse(f"{bucket}/{tenant}")
-    return sorted(each.step for each in Mirror(open_store(below), model).read().versions)
+    return sorted(each.step for each in Mirror(open_store(below), model).read().added)
 
 
 def save(pools: Path, bucket: StoreAddress | None, *wanted: int) -> None:

@@ -46,13 +46,13 @@ def files(store: Store) -> MirroredFiles:
 def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | None = None) -> int:
     with open_file(str(path)) as file:
         time_ns = path.stat().st_mtime_ns
-        filed = files.upload(name or path.name, file, stop or Stop(), step=7, time_ns=time_ns)
-    files.count([filed])
-    return filed.size
+        sent = files.upload(name or path.name, file, stop or Stop(), time_ns=time_ns)
+    files.count([files.checkpoint(name or path.name, {name or path.name: sent}, 7)])
+    return sent.size
 
 
 def fetched(files: MirroredFiles, name: str, into: Path) -> bytes:
-    said = files.read().file(name)
+    said = files.read().at(name)
     assert said is not None
     number = os.open(into, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
@@ -120,7 +120,7 @@ def test_a_file_that_replaces_one_counts_at_its_entry_and_not_before(
     second = made(tmp_path / "last.ckpt", 500)
     put(files, tmp_path / "last.ckpt")
     assert fetched(files, "last.ckpt", tmp_path / "back") == second != first
-    [said] = files.read().files
+    [said] = files.read().added
     assert (said.size, said.step) == (500, 7)
 
 
@@ -238,7 +238,7 @@ def test_a_writer_that_is_superseded_in_the_middle_says_nothing_more(
     files.claim("a test", RUN)
     with pytest.raises(SupersededError):
         put(files, tmp_path / "a.ckpt")
-    assert other.read().files == ()
+    assert other.read().added == ()
 
 
 def test_an_upload_that_began_before_another_writer_s_claim_replaces_no_file_of_that_one(
@@ -290,7 +290,7 @@ def test_a_file_that_becomes_shorter_meanwhile_does_not_count(
 
     with pytest.raises(StaleError):
         put(files, tmp_path / "a.ckpt", stop=Truncating())
-    assert files.read().files == ()
+    assert files.read().added == ()
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
@@ -318,8 +318,8 @@ def test_what_is_removed_is_gone_with_its_digest(
         made(tmp_path / name, 10)
         put(files, tmp_path / name)
     files.link("last.ckpt", "b.ckpt")
-    files.remove(["a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt"])
-    assert [each.path for each in files.read().files] == ["b.ckpt"]
+    files.retire(["a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt"], 0)
+    assert [each.path for each in files.read().added] == ["b.ckpt"]
     assert [each.name for each in store.list("run/", "run/_portus0")] == [
         "run/b.ckpt",
         f"run/b.ckpt{DIGEST_SUFFIX}",
@@ -340,13 +340,13 @@ def test_a_deletion_that_takes_effect_late_takes_no_file_that_counts(
     with monkeypatch.context() as cut:
         cut.setattr(store, "delete", unanswered)
         with pytest.raises(TransportError):
-            files.remove(["a.ckpt"])
+            files.retire(["a.ckpt"], 0)
     data = made(tmp_path / "a.ckpt", 200)
     put(files, tmp_path / "a.ckpt")
     assert late
     store.delete(late)
     assert fetched(files, "a.ckpt", tmp_path / "back") == data
-    files.remove(["a.ckpt"])
+    files.retire(["a.ckpt"], 0)
     assert [each.name for each in store.list("run/") if "/_portus/log/" not in each.name] == []
 
 
@@ -356,8 +356,8 @@ def test_what_was_to_replace_a_file_goes_with_it(
     made(tmp_path / "last.ckpt", 10)
     put(files, tmp_path / "last.ckpt")
     with open_file(str(tmp_path / "last.ckpt")) as file:
-        files.upload("last.ckpt", file, Stop(), step=8, time_ns=8)
-    files.remove(["last.ckpt"])
+        files.upload("last.ckpt", file, Stop(), time_ns=8)
+    files.retire(["last.ckpt"], 0)
     assert [each.name for each in store.list("run/") if "log/" not in each.name] == []
 
 
@@ -367,10 +367,10 @@ def test_a_link_that_replaces_a_file_takes_its_object_away(
     made(tmp_path / "last.ckpt", 10)
     put(files, tmp_path / "last.ckpt")
     files.link("last.ckpt", "b.ckpt")
-    said = files.read().file("last.ckpt")
+    said = files.read().at("last.ckpt")
     assert said is not None
     assert said.link == "b.ckpt"
-    assert files.read().newest_file is None
+    assert files.read().newest is None
     with pytest.raises(MissingError):
         store.get("run/last.ckpt")
 
@@ -383,7 +383,7 @@ def test_the_newest_upload_that_is_as_its_digest_says_is_found_where_the_log_is_
     put(files, tmp_path / "last.ckpt")
     made(tmp_path / "last.ckpt", 20)
     with open_file(str(tmp_path / "last.ckpt")) as file:
-        sent = files.upload("last.ckpt", file, Stop(), step=8, time_ns=8)
+        sent = files.upload("last.ckpt", file, Stop(), time_ns=8)
 
     def found() -> MirroredFiles:
         store.delete([each.name for each in store.list("run/_portus/log/")])
@@ -411,10 +411,10 @@ def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
     assert len(lost) == 2
     fresh.claim("a repair", RUN, passing=True)
     fresh.restore(lost, {"step=90.ckpt": 1_000})
-    newest = fresh.read().newest_file
+    newest = fresh.read().newest
     assert newest is not None
     assert (newest.path, newest.time_ns) == ("step=90.ckpt", 1_000)
-    said = fresh.state.file("step=80.ckpt")
+    said = fresh.state.at("step=80.ckpt")
     assert said is not None
     assert said.time_ns < 1_000
 
@@ -422,18 +422,18 @@ def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
 def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
-    sent = []
+    sent = {}
     for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
         made(tmp_path / "part", 10)
         with open_file(str(tmp_path / "part")) as file:
-            sent.append(files.upload(name, file, Stop(), step=1, time_ns=1))
+            sent[name] = files.upload(name, file, Stop(), time_ns=1)
         assert files.find_lost() == []
-    files._put_digest(sent[0])
+    files._put_digest(sent["checkpoint-1/a.ckpt"])
     assert files.find_lost() == [], "killed between the two digests"
-    files.count(sent)
+    files.count([files.checkpoint("checkpoint-1", sent, 1)])
     store.delete([each.name for each in store.list("run/_portus/log/")])
-    lost = MirroredFiles(store, "run", "the store").find_lost()
-    assert sorted(each.path for each in lost) == ["checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"]
+    [lost] = MirroredFiles(store, "run", "the store").find_lost()
+    assert (lost.path, lost.paths.keys()) == ("checkpoint-1", sent.keys())
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(
@@ -516,8 +516,8 @@ def test_a_check_finds_whatever_happens_to_a_file_or_to_its_digest(
 ) -> None:
     made(tmp_path / "last.ckpt", 1000)
     put(files, tmp_path / "last.ckpt")
-    [said] = files.read().files
-    name = f"run/{said.name}{beside}"
+    [said] = files.read().added
+    name = f"run/{said.files[b''].name}{beside}"
     data = store.get(name)
     for damaged in (data[:-1], data + b"x", bytes([data[0] ^ 1]) + data[1:], b"", None):
         store.put(name, damaged) if damaged is not None else store.delete([name])

@@ -105,7 +105,7 @@ def test_what_is_mirrored_loads_straight_from_there(tmp_path: Path) -> None:
     for index in range(len(states)):
         run.copy(index)
     other = Mirror(run.bucket, MODEL)
-    versions = other.read().versions
+    versions = other.read().added
     assert [each.step for each in versions] == [1, 2, 3, 4]
     for each in versions:
         read: list[int] = []
@@ -244,11 +244,11 @@ def test_what_arrived_before_a_failure_is_not_sent_again(run: Run) -> None:
     version, bucket.creates = run.entries[0].info.id, False
     with pytest.raises(TransportError):
         mirror.copy(run.reader, version, Stop())
-    assert mirror.read().versions == ()
+    assert mirror.read().added == ()
     bucket.creates = True
     mirror.copy(run.reader, version, Stop())
     assert not bucket.puts_left
-    assert len(version_files(bucket)) == len(mirror.read().versions) == 1
+    assert len(version_files(bucket)) == len(mirror.read().added) == 1
 
 
 def version_files(bucket: ModelStore) -> list[str]:
@@ -264,7 +264,7 @@ def test_a_damaged_unit_of_the_pool_is_not_mirrored(run: Run, tmp_path: Path) ->
         file.write(b"\xff\xfe")
     with pytest.raises(CorruptionError, match=r"step 1 .*is damaged.*not mirrored"):
         run.copy(0)
-    assert run.mirror.read().versions == ()
+    assert run.mirror.read().added == ()
 
 
 def test_a_flipped_byte_of_any_object_is_never_handed_out(run: Run, seed: int) -> None:
@@ -355,7 +355,7 @@ def test_what_is_removed_is_deleted_at_once_and_nothing_else(run: Run) -> None:
     run.claim()
     first, second = run.copy(0), run.copy(1)
     with run.mirror.open(first) as files:
-        run.mirror.remove_versions([first.token, bytes(16)])
+        run.mirror.remove([first.token, bytes(16)])
         assert len(version_files(run.bucket)) == 1
         [file] = files.values()
         with pytest.raises(StaleError, match=r"step 1 of model .* was removed"):
@@ -457,7 +457,7 @@ def test_ten_thousand_versions_are_resumed_from_with_a_few_reads(run: Run) -> No
     run.bucket.counts.clear()
     other = Mirror(run.bucket, MODEL)
     other.claim("a fresh node", POOL, 0, passing=True)
-    assert len(other.state.versions) >= 10_000
+    assert len(other.state.added) >= 10_000
     assert other.state.newest is not None
     assert run.bucket.counts["list"] == 1
     assert run.bucket.counts["get"] <= STRIDE + 1

@@ -240,7 +240,7 @@ def test_a_version_without_files_is_not_mirrored() -> None:
     mirror.claim("a test", bytes(16), 0)
     with pytest.raises(NotMirroredError, match=r"step 7 .*: a version without files"):
         mirror.copy(writer, record.info.id, Stop())
-    assert mirror.read().versions == ()
+    assert mirror.read().added == ()
     writer.close()
 
 

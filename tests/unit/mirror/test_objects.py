@@ -79,7 +79,7 @@ def test_the_document_has_the_fields(kind: type[msgspec.Struct]) -> None:
 
 
 def test_the_document_has_the_header_and_the_numbers() -> None:
-    assert len(structs()) == 9
+    assert len(structs()) == 7
     assert objects.HEADER.table() in TEXT
     assert NUMBER_MAX == 10**12 - 1
     assert f"number is a multiple of {objects.STRIDE} MUST" in TEXT

@@ -179,7 +179,7 @@ def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent
         names = [*scene.mirror.find_damage(added, lambda _: None)]
         assert len(names) == 1
         scene.mirror.mend(added, names, scene.reader, number, Stop())
-        versions = [*scene.mirror.read().versions]
+        versions = [*scene.mirror.read().added]
         assert not any(scene.mirror.find_damage(each, lambda _: None) for each in versions), what
         assert {each: each.read_bytes() for each in whole} == whole
 
@@ -187,7 +187,7 @@ def test_whatever_happens_to_a_file_is_found_and_mended_and_nothing_else_is_sent
 def test_what_is_removed_goes_with_its_files(scene: Scene) -> None:
     first, second, third = scene.copy()
     assert len(scene.objects()) == 4
-    scene.mirror.remove_versions([first.token, third.token])
+    scene.mirror.remove([first.token, third.token])
     assert [*scene.objects()] == ["step=2.ckpt"]
     assert not scene.mirror.find_damage(second, lambda _: None)
 
@@ -232,7 +232,7 @@ def test_a_version_that_is_damaged_in_the_pool_is_not_mirrored(scene: Scene) -> 
     with pytest.raises(CorruptionError, match="it is not mirrored"):
         scene.mirror.copy(scene.reader, entry.info.id, Stop())
     assert scene.objects() == {}
-    assert scene.mirror.read().versions == ()
+    assert scene.mirror.read().added == ()
 
 
 def test_a_bucket_that_lost_all_of_a_version_is_filled_again(scene: Scene) -> None:

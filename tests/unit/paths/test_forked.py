@@ -40,7 +40,7 @@ def test_what_a_child_saves_is_in_the_mirror_and_in_the_journal(
     ran = in_process(PROGRAM.format(home=str(tmp_path), opened=opened))
     assert ran.returncode == 0, ran.stderr
     store = open_store(parse(f"file://{tmp_path}/bucket"))
-    names = [each.path for each in MirroredFiles(store, "run", "bucket").read().files]
+    names = [each.path for each in MirroredFiles(store, "run", "bucket").read().added]
     store.close()
     assert names == ["ckpt/1.ckpt"]
     (journal,) = (tmp_path / "run" / ".portus").rglob("*.lines")

@@ -69,12 +69,13 @@ class Bucket:
         """The names that count, and the steps of their checkpoints, as plain torch reads them."""
         state = MirroredFiles(self.behind, "run", "bucket").read()
         found = {}
-        for each in state.files:
+        for each in state.added:
             if each.link:
                 found[each.path] = -1
                 continue
-            Path("read.ckpt").write_bytes(self.behind.get(f"run/{each.name}"))
-            found[each.path] = torch.load("read.ckpt")["step"]
+            for path, file in each.paths.items():
+                Path("read.ckpt").write_bytes(self.behind.get(f"run/{file.name}"))
+                found[path] = torch.load("read.ckpt")["step"]
         return found
 
     def close(self) -> None:
@@ -245,7 +246,7 @@ def test_where_saves_come_faster_than_uploads_the_mirror_has_what_the_run_keeps_
     until(lambda: run.here() == {"15.ckpt", "16.ckpt", "last.ckpt"})
     run.files.close()
     for state in there[2:]:
-        names = {os.path.basename(each.path): each.link for each in state.files}
+        names = {os.path.basename(each.path): each.link for each in state.added}
         assert len(names) <= 3, "what the run removed does not pile up"
         assert names["last.ckpt"] in names
     assert bucket.files() == {"ckpt/15.ckpt": 15, "ckpt/16.ckpt": 16, "ckpt/last.ckpt": -1}
@@ -825,7 +826,7 @@ class Directories(Run):
 def mirrored(bucket: Bucket) -> set[str]:
     """The paths of the files that count."""
     state = MirroredFiles(bucket.behind, "run", "bucket").read()
-    return {each.path for each in state.files}
+    return {path for each in state.added for path in each.paths}
 
 
 PARTS = ("config.json", "model.safetensors", "rest.bin")

@@ -165,7 +165,7 @@ class Copier(PoolCopier):
             with self._first_write():
                 state = self._mirror.read()
                 # If the pool has versions of its own, the claim says so.
-                there = {each.token for each in state.versions}
+                there = {each.token for each in state.added}
                 if self._is_behind(state) and {info.token for info in own} <= there:
                     self._fill(state)
                 self._claim()
@@ -201,7 +201,7 @@ class Copier(PoolCopier):
     # While it saves.
 
     def _tokens_there(self) -> Collection[bytes]:
-        return {each.token for each in self._mirror.state.versions}
+        return {each.token for each in self._mirror.state.added}
 
     # The thread.
 
@@ -213,7 +213,7 @@ class Copier(PoolCopier):
             self._claim()
         while True:  # ends: each turn but the last mirrors something
             state, infos = self._mirror.state, self._infos()
-            there = {each.token for each in state.versions} | self._skipped
+            there = {each.token for each in state.added} | self._skipped
             missing = [info for info in infos if info.token not in there]
             if missing:
                 # The newest first: if this machine is lost, that is what a run resumes from.
@@ -225,9 +225,9 @@ class Copier(PoolCopier):
             kept = {info.token for info in infos} | self._unread
             if state.newest is not None and any(info.token in self._skipped for info in infos):
                 kept.add(state.newest.token)  # what replaced it may be damaged here
-            gone = [each.token for each in state.versions if each.token not in kept]
+            gone = [each.token for each in state.added if each.token not in kept]
             try:
-                self._mirror.remove_versions(gone)
+                self._mirror.remove(gone)
             except UnwritableError:
                 raise
             except UsageError as error:  # no right to delete; they do not count any more

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -22,14 +21,14 @@ from portus.engine.format.checksum import DIGEST_SIZE
 from portus.errors import CorruptionError, PortusError, StaleError, TransportError, printable
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.objects import (
-    BEFORE,
+    AGAIN,
     DIGEST_SUFFIX,
     LOG,
     OWN,
     VERSIONS,
     WRITER_SIZE,
-    FileAdded,
-    FileRemoved,
+    Added,
+    FileObject,
     digest_line,
     entry_name,
     file_name,
@@ -77,45 +76,26 @@ class MirroredFiles(Mirror):
         self._uncounted: Final[set[str]] = set()
         """Uploaded objects that ``count`` did not make count."""
 
-    def upload(
-        self,
-        path: str,
-        file: FileToUpload,
-        stop: Stop,
-        *,
-        step: int,
-        time_ns: int,
-    ) -> FileAdded:
+    def upload(self, path: str, file: FileToUpload, stop: Stop, *, time_ns: int) -> FileObject:
         """Upload a file as the one at ``path``, which was changed last at ``time_ns``; return its
-        fact for ``count``. A file there counts under another name from now on, if the store copies
-        objects that large.
+        object for ``count``. A file there counts under another name from now on, if the store
+        copies objects that large.
 
         Raises ``SupersededError``; ``StoppedError`` within a piece after ``stop`` is set;
         ``StaleError`` if the file became shorter meanwhile.
         """
         self.confirm()
-        replaced = self.state.file(path)
-        if replaced is not None and not replaced.link and replaced.name == file_name(path):
-            copied = self._copy_aside(replaced)
-            if copied is not None:
-                self.note([copied])
-                replaced = copied
-        # Never over the file that counts: a kill before the entry must not lose that one
+        # Never over a file that counts: a kill before the entry must not lose that one
         # (decision 0208).
-        name = file_name(path, "" if replaced is None else replaced.name)
+        name = file_name(path)
+        self._set_aside(name)
+        if name in self.state.sizes:
+            name = AGAIN + name
         if not self._undecided.isdisjoint((name, name + DIGEST_SUFFIX)):
             # Nor where a deletion without an answer may take effect once this counts (M3).
             name = name_before(name, self._random(WRITER_SIZE))
         self._uncounted.add(name)
-        return FileAdded(
-            path=path,
-            name=name,
-            digest=self._upload(path, name, file, stop),
-            size=file.size,
-            step=step,
-            time_ns=time_ns,
-            term=self.state.term_at(time_ns),
-        )
+        return FileObject(name, file.size, self._upload(path, name, file, stop), time_ns)
 
     def _upload(self, path: str, name: str, file: FileToUpload, stop: Stop) -> bytes:
         size, rooms = file.size, Rooms(PART_SIZE)
@@ -138,142 +118,162 @@ class MirroredFiles(Mirror):
             self.confirm()
             raise
 
-    def _copy_aside(self, filed: FileAdded) -> FileAdded | None:
-        """Copy a file to a new name; return its new fact. None if it cannot be copied: then the
+    def _set_aside(self, name: str) -> None:
+        """Have the file that counts under ``name`` count under another one, a copy, if there is one
+        and the store copies objects that large."""
+        for added in self.state.added:
+            for key, each in added.files.items():
+                if each.name == name and (copied := self._copy_aside(each)):
+                    self.note([replace(added, files=added.files | {key: copied})])
+                    return
+
+    def _copy_aside(self, file: FileObject) -> FileObject | None:
+        """Copy a file to a new name; return its new object. None if it cannot be copied: then the
         file that replaces it gets another name."""
         with contextlib.suppress(CorruptionError):
             for _ in range(_COPIES):
-                name = name_before(filed.name, self._random(WRITER_SIZE))
+                name = name_before(file.name, self._random(WRITER_SIZE))
                 with contextlib.suppress(TransportError):
-                    there = self._objects.copy_file(filed.name, name, filed.size, filed.digest)
-                    return replace(filed, name=name) if there else None
+                    there = self._objects.copy_file(file.name, name, file.size, file.digest)
+                    return replace(file, name=name) if there else None
         return None
 
-    def count(self, files: Sequence[FileAdded], gone: Sequence[str] = ()) -> None:
-        """Make uploaded files count from now on, all by one entry of the log if it has room, and
-        the files at ``gone`` no longer. Delete what they replace, and the uploads that are not
-        going to count. Raises ``SupersededError``."""
-        for each in files:
-            if not each.link:
-                self._put_digest(each)
-        replaced = filter(None, map(self.state.file, [*(each.path for each in files), *gone]))
+    def checkpoint(self, path: str, files: Mapping[str, FileObject], step: int) -> Added:
+        """Return the fact for ``count`` of the checkpoint at ``path``. files: by their paths."""
+        time_ns = max(each.time_ns for each in files.values())
+        return Added(
+            token=self._random(16),
+            step=step,
+            term=self.state.term_at(time_ns),
+            commit=0,
+            time_ns=time_ns,
+            size=sum(each.size for each in files.values()),
+            inexact=False,
+            directory=b"",
+            files={each[len(path) + 1 :].encode(): file for each, file in files.items()},
+            path=path,
+        )
+
+    def count(self, checkpoints: Sequence[Added]) -> None:
+        """Make uploaded checkpoints count from now on, all by one entry of the log. Delete what
+        they replace, and the uploads that are not going to count. Raises ``SupersededError``."""
+        before = self.state.sizes
+        for added in checkpoints:
+            for each in added.files.values():
+                if each.name not in before:
+                    self._put_digest(each)
         # The entry first, then the deletion: the log never names an object that was deleted.
-        self._uncounted.update(each.name for each in replaced if not each.link)
-        if files or gone:
-            self._note_all([*files, *map(FileRemoved, gone)])
+        if checkpoints:
+            replaced = [each for new in checkpoints for each in self._below(new.path)]
+            self._uncounted.update(file.name for old in replaced for file in old.files.values())
+            self._note_all(checkpoints)
         elif self._uncounted:
             self.confirm()  # else some may be of the present holder of the term
         # ``sweep`` does it a day later, if this fails.
         with contextlib.suppress(PortusError):
-            counted = {each.name for each in self.state.files if not each.link}
-            self._delete(self._uncounted - counted)
+            self._delete(self._uncounted - self.state.sizes.keys())
         self._uncounted.clear()
 
-    def _put_digest(self, filed: FileAdded) -> None:
+    def _below(self, path: str) -> list[Added]:
+        """Return the checkpoints at ``path`` and below."""
+        return [each for each in self.state.added if each.is_in(path)]
+
+    def _put_digest(self, file: FileObject) -> None:
         """Put the digest beside a file. Only once all files of its checkpoint are there:
         ``find_lost`` takes a file with a digest for a part of a whole one."""
-        self._objects.put(filed.name + DIGEST_SUFFIX, digest_line(filed.name, filed.digest))
+        self._objects.put(file.name + DIGEST_SUFFIX, digest_line(file.name, file.digest))
 
-    def mend_file(self, filed: FileAdded, file: FileToUpload) -> bool:
-        """Upload a damaged file again, from ``file``, to its object. Return False if it does not
-        count any more. Raises as ``upload``, and ``StaleError`` if the bytes differ."""
-        now = self.state.file(filed.path)
-        if now is None or now.digest != filed.digest:
+    def mend_file(self, added: Added, path: str, file: FileToUpload) -> bool:
+        """Upload a damaged file of a checkpoint again, from ``file``, to its object. Return False
+        if it does not count any more. Raises as ``upload``, and ``StaleError`` if the bytes
+        differ."""
+        now, before = self.state.version(added.token), added.paths[path]
+        if now is None or (there := now.paths.get(path)) is None or there.digest != before.digest:
             return False
-        if self._upload(filed.path, now.name, file, Stop()) != filed.digest:
-            raise StaleError(f"{printable(filed.path)}: it was written to while it was read")
-        self._put_digest(now)
+        if self._upload(path, there.name, file, Stop()) != there.digest:
+            raise StaleError(f"{printable(path)}: it was written to while it was read")
+        self._put_digest(there)
         return True
 
-    def find_lost(self) -> list[FileAdded]:
+    def find_lost(self) -> list[Added]:
         """Return facts for ``restore`` of the objects that have a digest beside them, and no entry
         of the log. Of several for one path, the newest one that is as its digest says; these are
         read. Of a directory with a step in its name, none if one of its files has no digest: its
         upload had not ended. ``time_ns``: of the upload."""
         there = {each.name: each for each in self.objects_without_entry()}
+        counted = {path for each in self.state.added for path in each.paths}
         partial = {
-            posixpath.dirname(name)
+            _checkpoint_of(name)
             for name in there
             if not name.startswith(OWN)
             and not name.endswith(DIGEST_SUFFIX)
             and name + DIGEST_SUFFIX not in there
         }
-        found: dict[str, list[FileAdded]] = {}
+        found: dict[str, list[FileObject]] = {}
         for each in sorted(there.values(), key=lambda each: each.modified, reverse=True):
             path, beside = path_of(each.name), each.name + DIGEST_SUFFIX
-            if path is None or self.state.file(path) is not None or beside not in there:
-                continue
-            directory = posixpath.dirname(path)
-            if directory in partial and step_in(directory) is not None:
+            if path is None or path in counted or beside not in there:
                 continue
             said = (self._objects.get(beside) or b"").partition(b" ")[0].decode(errors="replace")
-            if _DIGEST.fullmatch(said):
-                sent, time_ns = bytes.fromhex(said), int(each.modified * 1e9)
-                fact = FileAdded(path, each.name, sent, each.size, step_in(path) or 0, time_ns, 0)
-                found.setdefault(path, []).append(fact)
-        return [some[0] if len(some) == 1 else self._first_whole(some) for some in found.values()]
+            above, time_ns = _checkpoint_of(path), int(each.modified * 1e9)
+            if (above == path or above not in partial) and _DIGEST.fullmatch(said):
+                file = FileObject(each.name, each.size, bytes.fromhex(said), time_ns)
+                found.setdefault(path, []).append(file)
+        together: dict[str, dict[str, FileObject]] = {}
+        for path, some in found.items():
+            file = some[0] if len(some) == 1 else self._first_whole(some)
+            together.setdefault(_checkpoint_of(path), {})[path] = file
+        return [self.checkpoint(path, each, step_in(path) or 0) for path, each in together.items()]
 
-    def _first_whole(self, files: Sequence[FileAdded]) -> FileAdded:
+    def _first_whole(self, files: Sequence[FileObject]) -> FileObject:
         """Return the first of the files that is as its digest says; the first one if none is."""
         for each in files:
             with contextlib.suppress(CorruptionError):
-                for file in each.objects.values():
-                    for _ in self._objects.read(file):
-                        pass
+                for _ in self._objects.read(each):
+                    pass
                 return each
         return files[0]
 
-    def restore(self, lost: Sequence[FileAdded], saved_ns: Mapping[str, int] | None = None) -> None:
-        """Make files of ``find_lost`` count again. Call it after ``claim``. saved_ns: when some of
-        them were saved, by their paths."""
-        known = saved_ns or {}
-        timed = [replace(each, time_ns=known.get(each.path, each.time_ns)) for each in lost]
-        counted = {each.path: each for each in self.state.files}
-        every = sorted([*timed, *counted.values()], key=_step_of, reverse=True)
+    def restore(self, lost: Sequence[Added], saved_ns: Mapping[str, int] | None = None) -> None:
+        """Make checkpoints of ``find_lost`` count again. Call it after ``claim``. saved_ns: when
+        some of their files were saved, by their paths."""
+        known, tokens = saved_ns or {}, {each.token for each in lost}
+        every = sorted([*lost, *self.state.checkpoints], key=_step_of, reverse=True)
         facts, before_ns = [], math.inf
         # Uploads go newest first, so the later of two may be of the earlier step.
-        for step, files in itertools.groupby(every, _step_of):
+        for step, some in itertools.groupby(every, _step_of):
             first_ns = before_ns
-            for each in files:
-                time_ns = each.time_ns
-                if step >= 0 and each.path not in known and each.path not in counted:
-                    time_ns = int(min(time_ns, before_ns - 1))
-                first_ns = min(first_ns, time_ns)
-                if each.path not in counted:
-                    facts.append(replace(each, time_ns=time_ns, term=self.state.term_at(time_ns)))
+            for each in some:
+                if each.token in tokens:
+                    most_ns = before_ns - 1 if step >= 0 else math.inf
+                    files = {
+                        path: replace(
+                            file, time_ns=known.get(path, int(min(file.time_ns, most_ns)))
+                        )
+                        for path, file in each.paths.items()
+                    }
+                    each = self.checkpoint(each.path, files, each.step)
+                    facts.append(each)
+                first_ns = min(first_ns, each.time_ns)
             before_ns = first_ns
         self._note_all(facts)
 
     def link(self, path: str, target: str) -> None:
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
-        nothing = bytes(16), 0, 0, 0
-        self.count([FileAdded(path, file_name(path), *nothing, self.state.term, target)])
+        token, term = self._random(16), self.state.term
+        self.count([Added(token, 0, term, 0, 0, 0, False, b"", {}, path=path, link=target)])
 
-    def remove(self, paths: Sequence[str]) -> None:
-        """Remove files, and ignore those that are not there. Raises ``SupersededError``, and
-        ``UsageError`` without the right to delete: then the files do not count any more."""
-        there = {each.path: each for each in self.state.files}
-        gone = [there[path] for path in dict.fromkeys(paths) if path in there]
-        self._note_all([FileRemoved(each.path) for each in gone])
-        # For one that was set aside, also the uncounted object that was to replace it.
-        own = [file_name(each.path) for each in gone if each.name.startswith(BEFORE)]
-        self._delete([*(each.name for each in gone if not each.link), *own])
-
-    def retire(self, checkpoints: Mapping[str, Sequence[str]], keep: int) -> None:
-        """Remove checkpoints, each the paths of its files, but for the newest ``keep`` of all that
-        were ever retired: the store has these still, and no machine fetches them. Raises as
-        ``remove``."""
-        checkpoint_of = {path: name for name, paths in checkpoints.items() for path in paths}
-        checkpoint_of |= {each.path: each.retired for each in self.state.files if each.retired}
-        files = [each for each in self.state.files if each.path in checkpoint_of and not each.link]
-        saved_ns: dict[str, int] = {}
-        for each in files:
-            name = checkpoint_of[each.path]
-            saved_ns[name] = max(saved_ns.get(name, 0), each.time_ns)
-        kept = sorted(saved_ns, key=saved_ns.__getitem__, reverse=True)[:keep]
-        new = [each for each in files if not each.retired and checkpoint_of[each.path] in kept]
-        self._note_all([replace(each, retired=checkpoint_of[each.path]) for each in new])
-        self.remove([path for path, name in checkpoint_of.items() if name not in kept])
+    def retire(self, paths: Sequence[str], keep: int) -> None:
+        """Remove the checkpoints and links at ``paths``, and below, but for the newest ``keep``
+        checkpoints of all that were ever retired: the store has these still, and no machine fetches
+        them. Raises as ``remove``."""
+        found = {e.token: e for path in paths for e in self._below(path)}
+        found |= {each.token: each for each in self.state.added if each.retired}
+        old = sorted((e for e in found.values() if not e.link), key=lambda e: e.time_ns)
+        kept = old[len(old) - keep :] if keep else []
+        new = [replace(each, retired=True) for each in kept if not each.retired]
+        self._note_all(new)
+        self.remove(found.keys() - {each.token for each in kept})
 
     def require_no_files(self) -> None:
         """Raise ``CorruptionError`` if there are files of a run whose log is lost: a machine
@@ -293,7 +293,18 @@ class MirroredFiles(Mirror):
         return sorted(name for name in found if name + DIGEST_SUFFIX in found)
 
 
-def _step_of(filed: FileAdded) -> int:
-    """Return the step in the path of a file; -1 if there is none."""
-    step = step_in(filed.path)
+def _step_of(added: Added) -> int:
+    """Return the step in the path of a checkpoint; -1 if there is none."""
+    step = step_in(added.path)
     return -1 if step is None else step
+
+
+def _checkpoint_of(path: str) -> str:
+    """Return the path of the checkpoint that the file at ``path`` is of: the highest directory with
+    a step in its name, unless the file itself has one."""
+    *above, name = path.split("/")
+    if step_in(name) is None:
+        for count, each in enumerate(above, 1):
+            if step_in(each) is not None:
+                return "/".join(above[:count])
+    return path

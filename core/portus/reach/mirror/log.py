@@ -34,11 +34,8 @@ from portus.reach.mirror.objects import (
     NUMBER_MAX,
     STRIDE,
     TERMS_MAX,
-    Added,
     Claimed,
     Fact,
-    FileAdded,
-    FileRemoved,
     LogEntry,
     Removed,
     Seal,
@@ -301,23 +298,17 @@ def fold(state: State, number: int, entry: LogEntry | None) -> State:
 
 def _with_facts(state: State, entry: LogEntry) -> State:
     terms = list(state.terms)
-    versions = {each.token: each for each in state.versions}
-    files = {each.path: each for each in state.files}
+    added = {each.token: each for each in state.added}
     for fact in entry.facts:
         if isinstance(fact, Claimed):
             terms.append(Term(entry.term, fact.pool, fact.commit))
             state = replace(state, who=fact.who, passing=fact.passing)
-        elif isinstance(fact, Added):
-            versions[fact.token] = fact
         elif isinstance(fact, Removed):
-            versions.pop(fact.token, None)
-        elif isinstance(fact, FileAdded):
-            files[fact.path] = fact
-        elif isinstance(fact, FileRemoved):
-            files.pop(fact.path, None)
-    return replace(
-        state,
-        terms=tuple(terms[-TERMS_MAX:]),
-        versions=tuple(versions.values()),
-        files=tuple(files.values()),
-    )
+            added.pop(fact.token, None)
+        else:
+            if fact.path:
+                replaced = [each.token for each in added.values() if each.is_in(fact.path)]
+                for token in replaced:
+                    del added[token]
+            added[fact.token] = fact
+    return replace(state, terms=tuple(terms[-TERMS_MAX:]), added=tuple(added.values()))

@@ -19,7 +19,6 @@ from portus.reach.mirror.object_file import ObjectFile
 from portus.reach.mirror.objects import (
     LOG,
     Added,
-    FileAdded,
     FileObject,
     Seal,
     entry_number,
@@ -107,10 +106,9 @@ class Mirror(Writer):
         return FileObject(name, file.size, sent)
 
     @contextlib.contextmanager
-    def open(self, added: Added | FileAdded) -> Iterator[dict[str, ObjectFile]]:
-        """Open the files of a version, or a file of a run, for reading; yield them by their names.
-        Their loads raise ``CorruptionError``, or ``StaleError`` if the version or file was removed
-        meanwhile: read the log again."""
+    def open(self, added: Added) -> Iterator[dict[str, ObjectFile]]:
+        """Open the files of a checkpoint for reading; yield them by their names. Their loads raise
+        ``CorruptionError``, or ``StaleError`` if it was removed meanwhile: read the log again."""
 
         def load(name: str, start: int, length: int) -> Part:
             try:
@@ -122,7 +120,7 @@ class Mirror(Writer):
         files = {
             name: ObjectFile(self.name, name, each, load) for name, each in added.objects.items()
         }
-        if odd := [name for name in files if not is_file_name(name)]:
+        if odd := [name for name in files if not all(map(is_file_name, name.split("/")))]:
             raise CorruptionError(f"{self.name}: not the name of a file: {odd[0]!r:.80}")
         try:
             yield files
@@ -183,10 +181,10 @@ class Mirror(Writer):
                     f"{self.name}: model {self.model!r}, step {added.step}: {error}"
                 ) from error
 
-    def find_damage(self, added: Added | FileAdded, advance: Advance) -> dict[str, CorruptionError]:
-        """Return the errors of the missing and damaged objects of a version, or of a file of a run,
-        by their names. Reads all of them. Raises ``StaleError`` as the loads of ``open``. advance:
-        called with counts of read bytes; what it raises ends the call."""
+    def find_damage(self, added: Added, advance: Advance) -> dict[str, CorruptionError]:
+        """Return the errors of the missing and damaged objects of a checkpoint, by their names.
+        Reads all of them. Raises ``StaleError`` as the loads of ``open``. advance: called with
+        counts of read bytes; what it raises ends the call."""
         damage: dict[str, CorruptionError] = {}
         tell = in_turn(advance)
 
@@ -202,15 +200,14 @@ class Mirror(Writer):
             self._require_counted(added)
         return damage
 
-    def check(self, added: Added | FileAdded, advance: Advance) -> None:
+    def check(self, added: Added, advance: Advance) -> None:
         """Raise ``CorruptionError`` for the first object that ``find_damage`` finds."""
         for error in self.find_damage(added, advance).values():
             raise error
 
-    def _require_counted(self, added: Added | FileAdded) -> None:
-        """Raise ``StaleError`` if a version, or a file, is not in the mirror any more."""
-        state = self.read()
-        if added not in (*state.versions, *state.files):
+    def _require_counted(self, added: Added) -> None:
+        """Raise ``StaleError`` if a checkpoint is not in the mirror any more."""
+        if added not in self.read().added:
             raise StaleError(
                 f"{self.name}: step {added.step} of model {self.model!r} was removed while "
                 "it was read; load the newest again"

@@ -110,21 +110,29 @@ class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
 
 
 class FileObject(msgspec.Struct, frozen=True, array_like=True):
-    """A file: the object ``name``, and the xxh3_128 of all of it."""
+    """A file: the object ``name``, and the xxh3_128 of all of it. ``time_ns``: the time of its last
+    change, by the clock of its machine; 0 for a file of a pool."""
 
     name: _Name
     size: _Count
     digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
+    time_ns: _Count = 0
 
 
 class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
-    """A version is mirrored: its files exist as objects.
+    """A checkpoint is mirrored: its files exist as objects. It is a version of a pool, or a file or
+    a directory of a run.
 
-    ``term`` and ``commit`` are its place in the history: the term in which it was committed, and
-    its commit in its pool. The version with the highest of both is the newest. ``size`` in bytes;
-    ``time_ns``, ``step``, ``token``, ``inexact`` and ``metrics`` are those of ``VersionInfo``.
-    ``directory``: of the pointers, as in ``FileTable``. ``files``: their names, and the object of
-    each. Names and paths are bytes, since they may be no text.
+    ``term``, ``commit`` and ``time_ns`` are its place in the history: the term in which it was
+    committed, its commit in its pool, 0 for a run, and when it was saved. The highest is the
+    newest. ``size`` in bytes; ``step``, ``token``, ``inexact`` and ``metrics`` are those of
+    ``VersionInfo``; a run's has a random token. ``directory``: of the pointers, as in
+    ``FileTable``. ``files``: their names, and the object of each; the file at ``path`` itself has
+    an empty name. Names and paths are bytes, since they may be no text.
+
+    ``path``: of a run: POSIX, relative to its directory; replaces the earlier facts of the path and
+    of those below. ``link``: the target of the link at ``path``, relative to it; then there are no
+    files. ``retired``: the run removed it, and the mirror keeps it: no machine fetches it.
     """
 
     token: _Token
@@ -137,23 +145,41 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
     directory: Annotated[bytes, Meta(max_length=PATH_SIZE_MAX)]
     files: dict[bytes, FileObject]
     metrics: _Metrics = {}
+    path: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
+    link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
+    retired: bool = False
 
     @property
     def objects(self) -> Mapping[str, FileObject]:
         """The objects of the files, by the names of those."""
-        return {name.decode(errors="surrogateescape"): each for name, each in self.files.items()}
+        own = posixpath.basename(self.path)
+        return {
+            name.decode(errors="surrogateescape") or own: each for name, each in self.files.items()
+        }
 
     @property
-    def place(self) -> tuple[int, int]:
-        """The place in the history; the newest version has the highest."""
-        return self.term, self.commit
+    def paths(self) -> Mapping[str, FileObject]:
+        """The objects of the files of a run, by their paths."""
+        return {
+            posixpath.join(self.path, name.decode()) if name else self.path: each
+            for name, each in self.files.items()
+        }
 
-    def info(self, model: str, number: int, commit: int) -> VersionInfo:
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The place in the history; the newest has the highest."""
+        return self.term, self.commit, self.time_ns
+
+    def is_in(self, path: str) -> bool:
+        """Return whether it is at ``path``, or below it."""
+        return is_in(self.path, path)
+
+    def info(self, model: str, number: int) -> VersionInfo:
         """Return its ``VersionInfo``, as version ``number`` of the place that it is read from."""
         return VersionInfo(
             model=model,
             id=number,
-            commit=commit,
+            commit=self.commit,
             step=self.step,
             token=self.token,
             time_ns=self.time_ns,
@@ -164,49 +190,12 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """A version is removed."""
+    """A checkpoint, or a link, is removed."""
 
     token: _Token
 
 
-class FileAdded(msgspec.Struct, frozen=True, array_like=True, tag="filed"):
-    """The checkpoint file at ``path`` (POSIX, relative to the directory of the run) exists as the
-    object ``name``. Replaces the earlier fact of the path.
-
-    ``time_ns``: the time of its last change, by the clock of its machine. With ``term`` it decides
-    which file is the newest. ``digest``: xxh3_128 of all of it. ``link``: the target of the link at
-    ``path``, relative to it; then there is no object, and ``size`` is 0. ``retired``: the path of
-    the file's checkpoint, if the run removed that, and the mirror keeps it: no machine fetches it.
-    """
-
-    path: _Path
-    name: _Name
-    digest: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
-    size: _Count
-    step: int
-    time_ns: _Count
-    term: _Count
-    link: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
-    retired: Annotated[str, Meta(max_length=PATH_SIZE_MAX)] = ""
-
-    @property
-    def objects(self) -> Mapping[str, FileObject]:
-        """The object that is the file, by its name; none of a link."""
-        object_ = FileObject(self.name, self.size, self.digest)
-        return {} if self.link else {posixpath.basename(self.path): object_}
-
-    def info(self, model: str) -> VersionInfo:
-        """Return what is known of the file, as of a version."""
-        return VersionInfo(model, 0, 0, self.step, self.digest, self.time_ns, self.size)
-
-
-class FileRemoved(msgspec.Struct, frozen=True, array_like=True, tag="unfiled"):
-    """The fact that there is no file at ``path`` any more."""
-
-    path: _Path
-
-
-Fact = Claimed | Added | Removed | FileAdded | FileRemoved
+Fact = Claimed | Added | Removed
 """A fact of an entry of the log. An entry's facts apply in order, all at once."""
 
 
@@ -222,8 +211,8 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     """The state of a log, up to the entry ``number``.
 
     ``term``, ``writer``, ``who``, ``passing``: of the last claim that counts. ``terms``: oldest
-    first. ``versions``: in the order in which they were added.
-    ``files``: those of a run in a directory, which has no versions.
+    first. ``added``: the checkpoints and links, in the order in which they were added. A model has
+    versions, or checkpoints of a run.
     """
 
     number: _Count = 0
@@ -232,45 +221,48 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     who: _Who = ""
     passing: bool = False
     terms: tuple[Term, ...] = ()
-    versions: tuple[Added, ...] = ()
-    files: tuple[FileAdded, ...] = ()
+    added: tuple[Added, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of all objects that count, by their names."""
-        facts: list[Added | FileAdded] = [*self.versions, *self.files]
-        return sizes_of(file for each in facts for file in each.objects.values())
-
-    @property
-    def newest_file(self) -> FileAdded | None:
-        """The file from which a training continues; None if there is none."""
-        files = (each for each in self.files if not each.link and not each.retired)
-        return max(files, key=lambda each: (each.term, each.time_ns), default=None)
-
-    def file(self, path: str) -> FileAdded | None:
-        """Return the fact of the file at ``path``; None if it is not there."""
-        return next((each for each in self.files if each.path == path), None)
-
-    def term_at(self, time_ns: int) -> int:
-        """Return the term of a file of that time: that of files after it, or the present one. So an
-        old file that is mirrored late counts as old."""
-        after = [each.term for each in self.files if not each.link and each.time_ns > time_ns]
-        return min(after, default=self.term)
+        return sizes_of(file for each in self.added for file in each.files.values())
 
     @property
     def newest(self) -> Added | None:
-        """The version from which a training continues; None if there is none."""
-        return max(self.versions, key=lambda each: each.place, default=None)
+        """The checkpoint from which a training continues; None if there is none."""
+        usable = (each for each in self.added if not each.link and not each.retired)
+        return max(usable, key=lambda each: each.place, default=None)
+
+    @property
+    def checkpoints(self) -> list[Added]:
+        """All but links, oldest first."""
+        found = [each for each in self.added if not each.link]
+        return sorted(found, key=lambda each: each.place)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The targets of the links of a run, by their paths."""
+        return {each.path: each.link for each in self.added if each.link}
+
+    def at(self, path: str) -> Added | None:
+        """Return the checkpoint or link of a run at ``path``; None if there is none."""
+        return next((each for each in self.added if each.path == path), None)
+
+    def term_at(self, time_ns: int) -> int:
+        """Return the term of a checkpoint of a run of that time: that of those after it, or the
+        present one. So an old one that is mirrored late counts as old."""
+        after = [each.term for each in self.added if not each.link and each.time_ns > time_ns]
+        return min(after, default=self.term)
 
     def missing(self, own: Collection[VersionInfo]) -> list[Added]:
         """Return the versions that a pool with the versions ``own`` lacks, oldest first."""
         tokens = {info.token for info in own}
-        found = [each for each in self.versions if each.token not in tokens]
-        return sorted(found, key=lambda each: each.place)
+        return [each for each in self.checkpoints if each.token not in tokens]
 
     def version(self, token: bytes) -> Added | None:
-        """Return the version of that token; None if it is not there."""
-        return next((each for each in self.versions if each.token == token), None)
+        """Return the checkpoint of that token; None if it is not there."""
+        return next((each for each in self.added if each.token == token), None)
 
     def is_ahead_of(self, pool: bytes, versions: Collection[VersionInfo], commit: int = 0) -> bool:
         """Return whether a training continues from the newest version here, and not from a pool:
@@ -281,10 +273,10 @@ class State(msgspec.Struct, frozen=True, array_like=True):
         if newest is None or any(each.token == newest.token for each in versions):
             return False
         claims = [each for each in self.terms if each.pool == pool and each.commit <= commit]
-        if claims and newest.place <= (claims[-1].number, commit):
+        if claims and newest.place[:2] <= (claims[-1].number, commit):
             return False
         places = [(self.term_of(pool, each.commit), each.commit) for each in versions]
-        return max(places, default=(0, 0)) < newest.place
+        return max(places, default=(0, 0)) < newest.place[:2]
 
     def term_of(self, pool: bytes, commit: int) -> int:
         """Return the term in which a pool made a commit: that of the last claim of the pool before
@@ -301,7 +293,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     term: _Count
     writer: _Writer
     facts: Annotated[
-        tuple[Claimed | Added | Removed | FileAdded | FileRemoved, ...],
+        tuple[Claimed | Added | Removed, ...],
         Meta(min_length=1, max_length=FACTS_MAX),
     ]
     state: State | None = None
@@ -321,16 +313,14 @@ def digest_line(name: str, sent: bytes) -> bytes:
     return f"{sent.hex()}  {name.rpartition('/')[2]}\n".encode()
 
 
+def is_in(path: str, above: str) -> bool:
+    """Return whether a path is ``above``, or below it."""
+    return path == above or path.startswith(f"{above}/")
+
+
 def prefix_of(model: str) -> str:
     """Return the prefix of the objects of ``model``, in a store that may hold other models too."""
     return _quote(model, "") + "/"
-
-
-def file_name(path: str, before: str = "") -> str:
-    """Return the name of the file at ``path``, below the prefix of its run: its path, if all stores
-    accept that as a name. before: the name of the replaced file, which must not be used."""
-    own = _file_name(path)
-    return AGAIN + own if before == own else own
 
 
 def name_before(name: str, tag: bytes) -> str:
@@ -339,7 +329,9 @@ def name_before(name: str, tag: bytes) -> str:
     return f"{BEFORE}{tag.hex()}/{name}"
 
 
-def _file_name(path: str) -> str:
+def file_name(path: str) -> str:
+    """Return the name of the file at ``path``, below the prefix of its run: its path, if all stores
+    accept that as a name."""
     is_plain = _is_free(path, name_before(path, bytes(WRITER_SIZE))) and not f"{path}/".startswith(
         (OWN, VERSIONS)
     )
@@ -349,11 +341,16 @@ def _file_name(path: str) -> str:
 def path_of(name: str) -> str | None:
     """Return the path of the file that ``file_name`` gives this name; None if there is none, or it
     is unknown because the name is cut."""
-    own = path = _ELSEWHERE.sub("", name)
+    own = path = own_name(name)
     if own.startswith(QUOTED):
         quoted = own.removeprefix(QUOTED)
         path = urllib.parse.unquote(quoted.replace("=", "%"), errors="surrogateescape")
-    return path if path and _file_name(path) == own else None
+    return path if path and file_name(path) == own else None
+
+
+def own_name(name: str) -> str:
+    """Return the name that the file of the object ``name`` has unless another one has it."""
+    return _ELSEWHERE.sub("", name)
 
 
 def step_in(path: str) -> int | None:

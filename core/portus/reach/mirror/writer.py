@@ -21,6 +21,7 @@ from portus.errors import printable
 from portus.reach.mirror.log import MirrorLog
 from portus.reach.mirror.model_objects import ModelObjects
 from portus.reach.mirror.objects import (
+    BEFORE,
     DIGEST_SUFFIX,
     FACTS_MAX,
     LOG,
@@ -35,6 +36,7 @@ from portus.reach.mirror.objects import (
     Removed,
     Seal,
     State,
+    own_name,
     sizes_of,
     version_file_name,
 )
@@ -133,19 +135,23 @@ class Writer(MirrorLog):
         self._sending = b""
         return added
 
-    def remove_versions(self, tokens: Iterable[bytes]) -> None:
-        """Remove versions, and ignore those that are not there. Raises ``SupersededError``, and
-        ``UsageError`` without the right to delete: then the versions do not count any more."""
-        there = {each.token: each for each in self.state.versions}
-        gone = [there[token] for token in tokens if token in there]
+    def remove(self, tokens: Iterable[bytes]) -> None:
+        """Remove checkpoints and links, and ignore those that are not there. Raises
+        ``SupersededError``, and ``UsageError`` without the right to delete: then they do not count
+        any more."""
+        gone = [each for each in map(self.state.version, dict.fromkeys(tokens)) if each is not None]
         self._note_all([Removed(each.token) for each in gone])
-        self._delete(file.name for each in gone for file in each.files.values())
+        names = [file.name for each in gone for file in each.files.values()]
+        # For a file that was set aside, also the uncounted object that was to replace it.
+        names += [own_name(name) for name in names if name.startswith(BEFORE)]
+        counted = self.state.sizes
+        self._delete(name for name in names if name not in counted)
 
     def suspects(self) -> list[tuple[Added, list[str]]]:
         """Return the versions that lack an object or the digest beside it, or have one of another
         size, and the names of these objects, as far as a list of the store shows, which may lack
         the newest. Takes no term, and changes nothing."""
-        versions, found = self.read().versions, []
+        versions, found = self.read().added, []
         there = {each.name: each.size for each in self._objects.list(VERSIONS)}
         for added in versions:
             own = added.files.values()
@@ -155,7 +161,7 @@ class Writer(MirrorLog):
         return found
 
     def objects_without_entry(self) -> list[ListedObject]:
-        """Return the objects that no counted version or file needs, by their names below the model:
+        """Return the objects that no counted checkpoint needs, by their names below the model:
         running or interrupted uploads, and files whose entry of the log is lost. Those of another
         mirror, whose address is below this model, are not among them."""
         there = list(self._uploads())  # first: an object that counts by then is not reported

@@ -4,6 +4,7 @@ runs, as objects."""
 from __future__ import annotations
 
 import contextlib
+import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -16,11 +17,10 @@ from portus.errors import CorruptionError, PortusError, UsageError, printable
 from portus.reach.index.place import Place
 from portus.reach.mirror.address import StoreKind, parse
 from portus.reach.mirror.background_copier import who
-from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
 from portus.reach.mirror.mirror import Mirror
 from portus.reach.mirror.mirrors import Mirrors
-from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, FileAdded, State
+from portus.reach.mirror.objects import DIGEST_SUFFIX, Added, State
 from portus.reach.mirror.store import ListedObject
 from portus.reach.places.base import (
     Abilities,
@@ -75,25 +75,22 @@ def retry(act: Callable[[], Result]) -> Result:
 
 
 class MirroredCheckpoint(StoredCheckpoint):
-    """A version of a model of a storage host, whose id is the number in the list; or a file of a
-    run, or a link to one."""
+    """A version of a model of a storage host; or a file or directory of a run, or a link to one.
+    The id is the number in the list."""
 
-    def __init__(
-        self, place: Place, info: VersionInfo, mirror: Mirror, added: Added | FileAdded
-    ) -> None:
+    def __init__(self, place: Place, info: VersionInfo, mirror: Mirror, added: Added) -> None:
         self._mirror: Final = mirror
         self.added: Final = added
-        self._filed: Final = added if isinstance(added, FileAdded) else None
-        super().__init__(place, info, "" if self._filed is None else self._filed.path)
+        super().__init__(place, info, added.path)
 
     @property
     def leads_to(self) -> str:
-        return "" if self._filed is None else self._filed.link
+        return self.added.link
 
     @property
     def details(self) -> Mapping[str, str]:
-        filed = self._filed
-        return {} if filed is None else {"object": filed.name, "digest": filed.digest.hex()}
+        own = self.added.files.get(b"")
+        return {} if own is None else {"object": own.name, "digest": own.digest.hex()}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenCheckpoint]:
@@ -148,12 +145,11 @@ class MirrorPlace(OpenPlace):
                     raise
                 skipped[each] = error
                 continue
-            for number, added in enumerate(state.missing(()), len(found) + 1):
-                info = added.info(each, number, added.commit)
-                found.append(MirroredCheckpoint(self.place, info, mirror, added))
             # By term first: a late upload of an old run counts as old (decision 0141).
-            for filed in sorted(state.files, key=lambda filed: (filed.term, filed.time_ns)):
-                found.append(MirroredCheckpoint(self.place, filed.info(each), mirror, filed))
+            every = sorted(state.added, key=lambda added: added.place)
+            for number, added in enumerate(every, len(found) + 1):
+                info = added.info(each, number)
+                found.append(MirroredCheckpoint(self.place, info, mirror, added))
         return found
 
     @contextlib.contextmanager
@@ -166,13 +162,14 @@ class MirrorPlace(OpenPlace):
             mirror.require_whole()
             claim(mirror, "copy")
             try:
-                filed = []
-                for path, file in copied.items():
-                    time_ns = options.times.get(path, now)
-                    filed.append(
-                        mirror.upload(path, file, Stop(), step=labels.step, time_ns=time_ns)
-                    )
-                yield lambda: mirror.count(filed)
+                sent = {
+                    path: mirror.upload(path, file, Stop(), time_ns=options.times.get(path, now))
+                    for path, file in copied.items()
+                }
+                above = posixpath.commonpath(sent)
+                parts = [(above, sent)] if above else [(path, {path: sent[path]}) for path in sent]
+                added = [mirror.checkpoint(*part, labels.step) for part in parts]
+                yield lambda: mirror.count(added)
             finally:
                 mirror.count([])  # deletes what does not count
 
@@ -182,10 +179,8 @@ class MirrorPlace(OpenPlace):
 
         def act() -> int:
             for model in dict.fromkeys(each.info.model for each in chosen):
-                own = [each for each in chosen if each.info.model == model]
-                tokens = [each.info.token for each in own if not each.path]
-                paths = [each.path for each in own if each.path]
-                retry(partial(_remove, self.mirrors.of(model), tokens, paths))
+                tokens = [each.info.token for each in chosen if each.info.model == model]
+                retry(partial(_remove, self.mirrors.of(model), tokens))
             return 0
 
         yield act
@@ -255,10 +250,9 @@ def _collect(mirror: Mirror, found: Garbage) -> Garbage:
     return retry(collect) if found.pieces else found
 
 
-def _remove(files: MirroredFiles, tokens: Sequence[bytes], paths: Sequence[str]) -> None:
-    files.read()
-    files.require_whole()
+def _remove(mirror: Mirror, tokens: Sequence[bytes]) -> None:
+    mirror.read()
+    mirror.require_whole()
     # Those that exist at the claim: a run may have removed some since they were listed.
-    claim(files, "rm")
-    files.remove_versions(tokens)
-    files.remove(paths)
+    claim(mirror, "rm")
+    mirror.remove(tokens)

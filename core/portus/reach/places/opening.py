@@ -169,16 +169,8 @@ def _has_pools(path: str) -> bool:
 
 def newest(found: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
     """Return the checkpoint that was committed last; across places, by time. Raise ``UsageError``
-    if it is one of several files of a checkpoint."""
+    if there are only links."""
     last = {each.place: each for each in found if not each.leads_to}  # the last in order of commits
     if not last:
         raise UsageError(f"{found[0].name} is a link to {found[0].leads_to}, which is not there")
-    chosen = max(last.values(), key=lambda each: each.info.time_ns)
-    step = chosen.info.step
-    parts = [each for each in found if each.info.step == step and each.path and not each.leads_to]
-    if len({each.info.token for each in parts}) > 1:  # others are copies
-        raise UsageError(
-            f"{chosen.info.model}@{step} has several files, such as {parts[0].path} and "
-            f"{parts[-1].path}: portus pull fetches those of a run together"
-        )
-    return chosen
+    return max(last.values(), key=lambda each: each.info.time_ns)

@@ -61,7 +61,7 @@ class MirrorStep(NamedTuple):
 
 
 def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
-    versions = mirror.read().missing(())
+    versions = mirror.read().checkpoints
     chosen = [MirrorStep(mirror, each) for each in versions if step in (None, each.step)]
     if not chosen:
         steps = [each.step for each in versions[-_SHOWN:]]
@@ -75,6 +75,6 @@ def load_version(mirror: Mirror, added: Added, names: Patterns = None, **setting
     """Return the state of a version of a mirror: of several files a dict, by their names. settings:
     those of ``restore.load_files``. Raises as that and ``Mirror.open``."""
     with mirror.open(added) as files:
-        info = added.info(mirror.model, 0, added.commit)
+        info = added.info(mirror.model, 0)
         found = restore.load_files(files, info, names, **settings)
     return found if len(found) > 1 else next(iter(found.values()))

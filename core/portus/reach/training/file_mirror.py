@@ -53,9 +53,17 @@ from portus.reach.media.local import write_whole
 from portus.reach.mirror.address import StoreAddress, StoreKind
 from portus.reach.mirror.background_copier import SAY_S, BackgroundCopier, ElsewhereError, who
 from portus.reach.mirror.files import MirroredFiles
-from portus.reach.mirror.objects import OWN, FileAdded, State, prefix_of, step_in
+from portus.reach.mirror.objects import (
+    OWN,
+    Added,
+    FileObject,
+    State,
+    is_in,
+    prefix_of,
+    step_in,
+)
 from portus.reach.mirror.opening import open_store
-from portus.reach.places.base import CheckpointFile, CopyOptions
+from portus.reach.places.base import CopyOptions
 from portus.reach.places.opening import open_place
 from portus.reach.training.links import replace_link
 
@@ -150,8 +158,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
         self._waiting: Final[dict[str, _Checkpoint]] = {}
         """The checkpoints that are not mirrored, by path."""
         self._links: Final[set[str]] = set()
-        self._damaged: Final[set[FileAdded]] = set()
-        """The files that could not be fetched: the run continues without them."""
+        self._damaged: Final[set[bytes]] = set()
+        """The tokens of checkpoints that could not be fetched: the run continues without them."""
         self._uploaded = ""
         self._newest_ns = 0
         self._has_begun = False
@@ -173,8 +181,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """Fetch the store's files that this machine lacks, regardless of their history; return the
         paths, and whether all are fetched. Blocks. Raises as ``fetch``."""
         missing = self._missing(state := self._mirror.read())
+        wanted = {path: each for added in missing for path, each in self._lacks(added).items()}
         self._fetch_all(state)
-        found = [each.path for together in missing for each in together if self._has(each)]
+        found = [path for path, each in wanted.items() if self._has(path, each)]
         return found, not (self._damaged or self._mirror.damage)
 
     def begin(self) -> None:
@@ -315,36 +324,36 @@ class DirectoryMirror(BackgroundCopier, Companion):
             # Other ranks publish their own files; later ones are in no entry.
             wait_for_drafts(os.path.realpath(self._path_of(committed.path)), timeout_s=_DRAFTS_S)
             found = self._read(committed.path, committed.step)
-        filed = None if found is None else self._send(found)
-        if found is None or filed is None:
+        sent = None if found is None else self._send(found)
+        if found is None or sent is None:
             self._mirror.count([])
         else:
-            own = {each.path for each in found.files}
             # One entry for all files of a directory, or half of it would count (decision 0208).
-            self._mirror.count(filed, [p for p in self._there_in(found.path) if p not in own])
+            self._mirror.count([self._mirror.checkpoint(found.path, sent, found.step)])
             self._has_copied = True
             self._mirrored_ns = max(self._mirrored_ns, found.time_ns)
         with self._guard:
             if self._waiting.get(committed.path) == committed:
                 del self._waiting[committed.path]
 
-    def _send(self, found: _Checkpoint) -> list[FileAdded] | None:
-        """Upload the files that the store lacks; None if one has changed, or cannot be read."""
-        filed, files = [], list(found.files)
-        if found.is_directory:
-            files = [
-                each for each in files if not _is_same(each, self._mirror.state.file(each.path))
-            ]
+    def _send(self, found: _Checkpoint) -> dict[str, FileObject] | None:
+        """Upload the files that the store lacks, and return all; None if one has changed, or cannot
+        be read."""
+        before, there = self._mirror.state.at(found.path), dict[str, FileObject]()
+        if found.is_directory and before is not None:
+            known = before.paths
+            there = {e.path: known[e.path] for e in found.files if _is_same(e, before)}
+        files = [each for each in found.files if each.path not in there]
         with contextlib.ExitStack() as held:
             # All before the first is sent: the run may remove the directory meanwhile, and does so
             # each time if saves come faster than uploads.
             opened = [self._hold(each, held) for each in files[:_HELD_MAX]]
             for file, where in itertools.zip_longest(files, opened):
-                sent = self._send_file(found, file, where or self._path_of(file.path))
+                sent = self._send_file(file, where or self._path_of(file.path))
                 if sent is None:
                     return None
-                filed.append(sent)
-        return filed
+                there[file.path] = sent
+        return there
 
     def _hold(self, file: _File, held: contextlib.ExitStack) -> str:
         """Return a path that a file has while ``held`` is open, even if it is removed meanwhile."""
@@ -356,11 +365,11 @@ class DirectoryMirror(BackgroundCopier, Companion):
         held.callback(os.close, number)
         return f"/proc/self/fd/{number}"
 
-    def _send_file(self, found: _Checkpoint, file: _File, where: str) -> FileAdded | None:
+    def _send_file(self, file: _File, where: str) -> FileObject | None:
         """Upload a file that is open at ``where``; return None as ``_send`` does."""
         path = self._path_of(file.path)
         try:
-            return use_file(where, partial(self._upload_from, found, file))
+            return use_file(where, partial(self._upload_from, file))
         except (UsageError, StaleError, OSError) as error:
             if isinstance(error, MediumError | TransportError) or _is_there(path):
                 raise  # of the store; or the file is readable, so the store refuses it
@@ -368,7 +377,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 _log.warning("portus: %s is not mirrored: %s", printable(path), error)
         return None
 
-    def _upload_from(self, found: _Checkpoint, file: _File, opened: OpenFile) -> FileAdded | None:
+    def _upload_from(self, file: _File, opened: OpenFile) -> FileObject | None:
         """Upload an open file; return None if it has changed."""
         path = self._path_of(file.path)
 
@@ -380,23 +389,12 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if not is_same():
             return None
         with self._uploading() as stop:
-            sent = self._mirror.upload(
-                file.path,
-                opened,
-                stop,
-                step=found.step,
-                time_ns=file.time_ns,
-            )
+            sent = self._mirror.upload(file.path, opened, stop, time_ns=file.time_ns)
         # After a write meanwhile the sent bytes are of no single moment. No write changes a version
         # in a pool.
         if opened.number is not None and not is_same():
             raise StaleError(f"{printable(path)}: it was written to while it was mirrored")
         return sent
-
-    def _there_in(self, name: str) -> list[str]:
-        """Return the store's paths of the checkpoint ``name``: itself, or those below it."""
-        files = self._mirror.state.files
-        return [each.path for each in files if not each.retired and _is_in(each.path, name)]
 
     def _links_now(self) -> dict[str, str]:
         """Return the targets of the run's links."""
@@ -410,17 +408,18 @@ class DirectoryMirror(BackgroundCopier, Companion):
 
     def _say_links(self, links: Mapping[str, str]) -> None:
         for name, target in links.items():
-            before = self._mirror.state.file(name)
-            is_new = before is None or before.link != target
-            if is_new and self._there_in(_target_of(name, target)):
+            state = self._mirror.state
+            leads_to = _target_of(name, target)
+            is_there = any(e.is_in(leads_to) and not e.retired for e in state.added)
+            if is_there and state.links.get(name) != target:
                 self._mirror.link(name, target)
 
     def _remove_gone(self, *, for_space: bool = False) -> None:
         """Remove there what the run removed, once what was newest then is there, or a newer one: so
         the mirror never loses its newest checkpoint. for_space: all but the newest one there."""
         state = self._mirror.state
-        newest = state.newest_file
-        links = {_target_of(each.path, each.link) for each in state.files if each.link}
+        newest = state.newest
+        links = {_target_of(path, target) for path, target in state.links.items()}
         with self._guard:
             # Read together: the checkpoints that wait now replace those that go.
             kept = links if self._waiting else set()
@@ -430,13 +429,13 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 if name not in kept
                 and (
                     since <= self._mirrored_ns
-                    or (for_space and newest is not None and not _is_in(newest.path, name))
+                    or (for_space and newest is not None and not newest.is_in(name))
                 )
             ]
         if not gone:
             return
         try:
-            self._mirror.retire({each: self._there_in(each) for each in gone}, self._keep)
+            self._mirror.retire(gone, self._keep)
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
@@ -447,8 +446,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _claim(self) -> None:
         state = self._mirror.read()
         if self._is_lost(state):
-            assert state.newest_file is not None
-            raise self._elsewhere(state.newest_file)
+            assert state.newest is not None
+            raise self._elsewhere(state.newest)
         has_lost = bool(self._mirror.damage) or not state.number
         state = self._mirror.claim(who(), bytes.fromhex(self._own_run))
         with self._guard:
@@ -460,7 +459,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 "digests beside them; portus mirror repair reads them",
                 self.address,
                 self._model,
-                len(lost),
+                sum(len(each.files) for each in lost),
             )
             self._mirror.restore(lost)
             state = self._mirror.state
@@ -468,7 +467,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
             self._mirror.sweep()
         except UsageError as error:  # no right to delete
             self._say(error)
-        if state.newest_file is not None:
+        if state.newest is not None:
             if not any(self._images()):
                 _log.warning(
                     "portus: %s: run %r starts without its files: they were removed here, and are "
@@ -477,7 +476,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     self._model,
                     self.address,
                 )
-            newest_ns = state.newest_file.time_ns
+            newest_ns = state.newest.time_ns
             self._mirrored_ns = max(self._mirrored_ns, newest_ns)
             self._newest_ns = max(self._newest_ns, newest_ns)
 
@@ -494,7 +493,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 if found is None or name in self._waiting:
                     continue
                 # After ``_waiting``: a checkpoint leaves that only once the state has it.
-                if all(_is_same(each, self._mirror.state.file(each.path)) for each in found.files):
+                there = self._mirror.state.at(name)
+                if all(_is_same(each, there) for each in found.files):
                     continue
                 self._waiting[name] = found
 
@@ -503,23 +503,23 @@ class DirectoryMirror(BackgroundCopier, Companion):
     def _is_lost(self, state: State) -> bool:
         """Return whether to fetch the store's files: this machine has none of them. Raise
         ``ElsewhereError`` if it has files that the store lacks, of another history."""
-        usable = tuple(each for each in state.files if each not in self._damaged)
-        newest = msgspec.structs.replace(state, files=usable).newest_file
+        usable = tuple(each for each in state.added if each.token not in self._damaged)
+        newest = msgspec.structs.replace(state, added=usable).newest
         if not state.number and not any(self._images()):
             self._mirror.require_no_files()
-        if newest is None or self._has(newest):
+        if newest is None or not self._lacks(newest):
             return False
         own = [each.number for each in state.terms if each.pool.hex() == self._own_run]
         if max(own, default=-1) >= newest.term:
             return False  # this run had all of them, and removed the missing ones here
-        there = {each.path: each for each in state.files}
+        there = {path: file for each in state.added for path, file in each.paths.items()}
         for path in self._images():
-            said = there.get(os.path.relpath(path, self._directory))
-            if said is None or not self._has(said):
+            name = os.path.relpath(path, self._directory)
+            if name not in there or not self._has(name, there[name]):
                 raise self._elsewhere(newest)
         return True
 
-    def _elsewhere(self, newest: FileAdded) -> ElsewhereError:
+    def _elsewhere(self, newest: Added) -> ElsewhereError:
         return ElsewhereError(
             f"{printable(self._directory)}: run {self._model!r} continued elsewhere: the newest "
             f"that {self.address} has is {newest.path}, which is not here, and there are other "
@@ -527,36 +527,30 @@ class DirectoryMirror(BackgroundCopier, Companion):
             "use another mirror, or mirror='none'"
         )
 
-    def _has(self, said: FileAdded) -> bool:
-        path = self._path_of(said.path)
+    def _has(self, name: str, there: FileObject) -> bool:
+        path = self._path_of(name)
         with contextlib.suppress(OSError):
-            return _size_of(path, os.stat(path)) == said.size
+            return _size_of(path, os.stat(path)) == there.size
         return False
 
-    def _missing(self, state: State) -> list[list[FileAdded]]:
-        """Return the store's files that are not here, each checkpoint's together, oldest first."""
-        found: dict[str, list[FileAdded]] = {}
-        for each in state.files:
-            if not (each.link or each.retired or each in self._damaged or self._has(each)):
-                found.setdefault(self._checkpoint_of(each.path), []).append(each)
-        return sorted(
-            found.values(), key=lambda files: max((each.term, each.time_ns) for each in files)
-        )
+    def _lacks(self, added: Added) -> dict[str, FileObject]:
+        """Return the files of a checkpoint of the store that are not here, by their paths."""
+        return {path: each for path, each in added.paths.items() if not self._has(path, each)}
 
-    def _checkpoint_of(self, name: str) -> str:
-        """Return the path of the checkpoint that a file is of."""
-        if not self._of_directories:
-            return name
-        first, *inside = os.path.relpath(self._path_of(name), self._checkpoints).split(os.sep)
-        is_inside = inside and first != os.pardir
-        return os.path.join(self._checkpoints, first) if is_inside else os.path.dirname(name)
+    def _missing(self, state: State) -> list[Added]:
+        """Return the store's checkpoints that are not here, or not whole, oldest first."""
+        return [
+            each
+            for each in state.checkpoints
+            if not each.retired and each.token not in self._damaged and self._lacks(each)
+        ]
 
     def _fetch_all(self, state: State) -> None:
         """Fetch missing files, oldest first: after a kill the newest is still missing."""
         missing = self._missing(state)
         if not missing:
             return
-        files = [each for together in missing for each in together]
+        files = [each for added in missing for each in self._lacks(added).values()]
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
@@ -575,42 +569,43 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 said_s = time.monotonic()
                 _log.warning("portus: fetched %d of %d MiB", arrived >> 20, total >> 20)
 
-        for together in missing:
+        for added in missing:
             try:
-                self._fetch(together, advance)
+                self._fetch(added, advance)
             except CorruptionError as error:
                 failure = error
-                self._damaged.update(together)
+                self._damaged.add(added.token)
                 _log.error("portus: a checkpoint is not fetched: %s", error)
         if failure is not None and not any(self._images()):
             raise failure
-        for each in state.files:
-            path = os.path.join(self._directory, each.path)
-            is_outside = _target_of(each.path, each.link).split("/")[0] in ("", os.pardir)
-            if each.link and not is_outside and not os.path.lexists(path):
+        for name, target in state.links.items():
+            path = self._path_of(name)
+            is_outside = _target_of(name, target).split("/")[0] in ("", os.pardir)
+            if not is_outside and not os.path.lexists(path):
                 with contextlib.suppress(OSError):
                     # Last: Lightning takes a `last` without its target for no checkpoint, and
                     # begins anew.
-                    replace_link(path, os.path.join(os.path.dirname(path), each.link))
+                    replace_link(path, os.path.join(os.path.dirname(path), target))
 
-    def _fetch(self, files: list[FileAdded], advance: Callable[[int], None]) -> None:
-        """Fetch the files of one checkpoint, or none of them."""
-        labels = Labels(model=self._model, step=files[0].step, token=os.urandom(16))
+    def _fetch(self, added: Added, advance: Callable[[int], None]) -> None:
+        """Fetch the files of a checkpoint that are not here, or none of them."""
+        labels = Labels(model=self._model, step=added.step, token=added.token)
         # With their times: a Lightning that starts chooses by these (decision 0208).
-        options = CopyOptions(times={each.path: each.time_ns for each in files}, advance=advance)
-        with contextlib.ExitStack() as stack:
-            opened: dict[str, CheckpointFile] = {}
-            for each in files:
-                [opened[each.path]] = stack.enter_context(self._mirror.open(each)).values()
+        times = {path: each.time_ns for path, each in added.paths.items()}
+        options = CopyOptions(times=times, advance=advance)
+        missing = self._lacks(added)
+        with self._mirror.open(added) as opened, contextlib.ExitStack() as stack:
+            files = dict(zip(added.paths, opened.values(), strict=True))
+            files = {path: files[path] for path in missing}
             place = stack.enter_context(open_place(Place.of_files(self._directory)))
-            commit = stack.enter_context(place.draft(labels, opened, options))
+            commit = stack.enter_context(place.draft(labels, files, options))
             commit()
 
     # The directory.
 
     def _images(self) -> Iterator[str]:
         """Yield the files of Portus in the directories that may have some."""
-        there = {os.path.dirname(each.path) for each in self._mirror.state.files}
+        there = {os.path.dirname(path) for e in self._mirror.state.added for path in e.paths}
         found = {os.path.normpath(self._path_of(each)) for each in there}
         found.add(os.path.normpath(self._checkpoints))
         if self._of_directories:
@@ -667,7 +662,7 @@ class DirectoryMirror(BackgroundCopier, Companion):
         return name.replace(os.sep, "/")
 
     def _forget_removal(self, name: str) -> None:
-        back = [each for each in self._gone if _is_in(each, name)]
+        back = [each for each in self._gone if is_in(each, name)]
         for each in back:
             del self._gone[each]
         if back:
@@ -715,13 +710,8 @@ def _target_of(link: str, target: str) -> str:
     return posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
 
 
-def _is_in(path: str, above: str) -> bool:
-    return path == above or path.startswith(f"{above}/")
-
-
-def _is_same(file: _File, said: FileAdded | None) -> bool:
-    """Return whether the mirror has a file, and it is the run's: one that the run removed, and that
-    another process put back, is mirrored anew."""
-    if said is None or said.retired:
-        return False
-    return (said.size, said.time_ns) == (file.size, file.time_ns)
+def _is_same(file: _File, added: Added | None) -> bool:
+    """Return whether the mirror has a file in a checkpoint, and it is the run's: one that the run
+    removed, and that another process put back, is mirrored anew."""
+    said = None if added is None or added.retired else added.paths.get(file.path)
+    return said is not None and (said.size, said.time_ns) == (file.size, file.time_ns)
