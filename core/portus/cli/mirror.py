@@ -159,12 +159,15 @@ def _results(
             if added.path:
                 kind, named = "file", f"{model}: {printable(added.path)}"
                 about["file"] = added.path
+            damaged: Collection[str] = ()
             try:
-                if damaged := mirror.find_damage(added, lambda _: None):
-                    here = local.get(added.token)
-                    result = _mend(mirror, added, here, root, damaged)
+                damaged = mirror.find_damage(added, lambda _: None)
             except StaleError:
                 result = "removed"
+            if damaged and not added.path:
+                result = _mend_version(mirror, added, local.get(added.token), damaged)
+            elif damaged:
+                result = _mend_files(mirror, added, root, damaged)
             add(added.size)
             yield kind, result, named, about
 
@@ -191,37 +194,33 @@ _RESULTS: Final = {
 }
 
 
-def _mend(
-    mirror: MirroredFiles,
-    added: Added,
-    found: StoredCheckpoint | None,
-    root: str,
-    damaged: Collection[str],
+def _mend_version(
+    mirror: Mirror, added: Added, found: StoredCheckpoint | None, damaged: Collection[str]
 ) -> str:
-    """Send damaged objects of a checkpoint again: from the version of the pool, or from the
-    directory of the run. Return the result."""
-    if not added.path:
-        with contextlib.suppress(CorruptionError):
-            if found is not None:
-                with found.open() as opened:
-                    assert opened.version is not None
-                    reader, number = opened.version.reader, opened.version.record.info.id
-                    mirror.mend(added, damaged, reader, number, Stop())
-                return "mended"
-        return "damaged"
+    with contextlib.suppress(CorruptionError):
+        if found is not None:
+            with found.open() as opened:
+                assert opened.version is not None
+                reader, number = opened.version.reader, opened.version.record.info.id
+                mirror.mend(added, damaged, reader, number, Stop())
+            return "mended"
+    return "damaged"
+
+
+def _mend_files(mirror: MirroredFiles, added: Added, root: str, damaged: Collection[str]) -> str:
     results = set()
     for path, each in added.paths.items():
-        if each.name in damaged:
-            if _time_here(path, each, root) is None:
-                return "damaged"
+        if each.name in damaged and _time_here(path, each, root) is None:
+            results.add("damaged")
+        elif each.name in damaged:
             with open_file(os.path.join(root, path), as_torch=False) as file:
                 results.add(retry(partial(_send_file, mirror, added, path, file)))
-    return "removed" if False in results else "mended"
+    return min(results)  # "damaged" before "mended" before "removed"
 
 
-def _send_file(mirror: MirroredFiles, added: Added, path: str, file: OpenFile) -> bool:
+def _send_file(mirror: MirroredFiles, added: Added, path: str, file: OpenFile) -> str:
     claim(mirror, "mirror repair")
-    return mirror.mend_file(added, path, file)
+    return "mended" if mirror.mend_file(added, path, file) else "removed"
 
 
 def _count_again(

@@ -20,7 +20,7 @@ from portus.errors import CorruptionError, StaleError, TransportError, UsageErro
 from portus.reach.mirror.address import parse
 from portus.reach.mirror.files import MirroredFiles
 from portus.reach.mirror.log import SupersededError
-from portus.reach.mirror.objects import DIGEST_SUFFIX, file_name, prefix_of
+from portus.reach.mirror.objects import DIGEST_SUFFIX, FileObject, file_name, prefix_of
 from portus.reach.mirror.opening import open_store
 from portus.reach.mirror.store import MissingError, Part, Store
 
@@ -424,9 +424,7 @@ def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
 ) -> None:
     sent = {}
     for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
-        made(tmp_path / "part", 10)
-        with open_file(str(tmp_path / "part")) as file:
-            sent[name] = files.upload(name, file, Stop(), time_ns=1)
+        sent |= upload(files, tmp_path, name)
         assert files.find_lost() == []
     files._put_digest(sent["checkpoint-1/a.ckpt"])
     assert files.find_lost() == [], "killed between the two digests"
@@ -434,6 +432,45 @@ def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     store.delete([each.name for each in store.list("run/_portus/log/")])
     [lost] = MirroredFiles(store, "run", "the store").find_lost()
     assert (lost.path, lost.paths.keys()) == ("checkpoint-1", sent.keys())
+
+
+def upload(files: MirroredFiles, folder: Path, *names: str) -> dict[str, FileObject]:
+    sent = {}
+    for name in names:
+        made(folder / "part", 10)
+        with open_file(str(folder / "part")) as file:
+            sent[name] = files.upload(name, file, Stop(), time_ns=1)
+    return sent
+
+
+def test_a_directory_that_counts_keeps_its_files_where_another_one_is_found(
+    tmp_path: Path, store: Store, files: MirroredFiles
+) -> None:
+    both = ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt")
+    files.count(files.checkpoints(upload(files, tmp_path, *both)))
+    more = upload(files, tmp_path, "checkpoint-1/c.ckpt")
+    files._put_digest(more["checkpoint-1/c.ckpt"])
+    fresh = MirroredFiles(store, "run", "the store")
+    lost = fresh.find_lost()
+    fresh.claim("a repair", RUN, passing=True)
+    fresh.restore(lost)
+    state = fresh.read()
+    assert {path for each in state.added for path in each.paths} == {*both, *more}
+    files.claim("a test", RUN)
+    files.count(files.checkpoints(upload(files, tmp_path, *both, *more)))
+    [whole] = files.read().added
+    assert whole.paths.keys() == {*both, *more}, "and the next save of it has all"
+
+
+def test_files_are_one_checkpoint_only_in_a_directory_with_a_step_in_its_name(
+    tmp_path: Path, files: MirroredFiles
+) -> None:
+    for step in (1, 2):
+        names = (f"ckpts/rank-0-{step}.pt", f"ckpts/rank-1-{step}.pt", f"ckpts/step={step}/a/b.pt")
+        files.count(files.checkpoints(upload(files, tmp_path, *names), step))
+    paths = [f"ckpts/rank-{rank}-{step}.pt" for step in (1, 2) for rank in (0, 1)]
+    assert {each.path for each in files.read().added} == {*paths, "ckpts/step=1", "ckpts/step=2"}
+    assert {each.step for each in files.read().added} == {1, 2}
 
 
 def test_what_never_counted_is_swept_a_day_later_and_nothing_else(

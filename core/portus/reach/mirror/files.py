@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -87,13 +88,14 @@ class MirroredFiles(Mirror):
         self.confirm()
         # Never over a file that counts: a kill before the entry must not lose that one
         # (decision 0208).
-        name = file_name(path)
-        self._set_aside(name)
-        if name in self.state.sizes:
-            name = AGAIN + name
-        if not self._undecided.isdisjoint((name, name + DIGEST_SUFFIX)):
-            # Nor where a deletion without an answer may take effect once this counts (M3).
-            name = name_before(name, self._random(WRITER_SIZE))
+        name = own = file_name(path)
+        self._set_aside(own)
+        counted = self.state.sizes
+        if own in counted:
+            name = AGAIN + own
+        # Nor where a deletion without an answer may take effect once this counts (M3).
+        if name in counted or not self._undecided.isdisjoint((name, name + DIGEST_SUFFIX)):
+            name = name_before(own, self._random(WRITER_SIZE))
         self._uncounted.add(name)
         return FileObject(name, file.size, self._upload(path, name, file, stop), time_ns)
 
@@ -150,9 +152,23 @@ class MirroredFiles(Mirror):
             size=sum(each.size for each in files.values()),
             inexact=False,
             directory=b"",
-            files={each[len(path) + 1 :].encode(): file for each, file in files.items()},
+            files={
+                b"" if each == path else posixpath.relpath(each, path).encode(): file
+                for each, file in files.items()
+            },
             path=path,
         )
+
+    def checkpoints(self, files: Mapping[str, FileObject], step: int | None = None) -> list[Added]:
+        """Return the facts of uploaded files, by their paths: each that is in a directory with a
+        step in its name is of that one. step: None takes those of the names."""
+        together: dict[str, dict[str, FileObject]] = {}
+        for path, file in files.items():
+            together.setdefault(_checkpoint_of(path), {})[path] = file
+        return [
+            self.checkpoint(path, each, step_in(path) or 0 if step is None else step)
+            for path, each in together.items()
+        ]
 
     def count(self, checkpoints: Sequence[Added]) -> None:
         """Make uploaded checkpoints count from now on, all by one entry of the log. Delete what
@@ -219,11 +235,16 @@ class MirroredFiles(Mirror):
             if (above == path or above not in partial) and _DIGEST.fullmatch(said):
                 file = FileObject(each.name, each.size, bytes.fromhex(said), time_ns)
                 found.setdefault(path, []).append(file)
-        together: dict[str, dict[str, FileObject]] = {}
-        for path, some in found.items():
-            file = some[0] if len(some) == 1 else self._first_whole(some)
-            together.setdefault(_checkpoint_of(path), {})[path] = file
-        return [self.checkpoint(path, each, step_in(path) or 0) for path, each in together.items()]
+        files = {
+            path: some[0] if len(some) == 1 else self._first_whole(some)
+            for path, some in found.items()
+        }
+        # A directory that counts keeps its files: one that it lacks is a checkpoint of its own.
+        alone = {path for path in files if self._below(_checkpoint_of(path))}
+        return [
+            *self.checkpoints({path: file for path, file in files.items() if path not in alone}),
+            *(self.checkpoint(path, {path: files[path]}, step_in(path) or 0) for path in alone),
+        ]
 
     def _first_whole(self, files: Sequence[FileObject]) -> FileObject:
         """Return the first of the files that is as its digest says; the first one if none is."""

@@ -161,7 +161,7 @@ class Added(msgspec.Struct, frozen=True, array_like=True, tag="added"):
     def paths(self) -> Mapping[str, FileObject]:
         """The objects of the files of a run, by their paths."""
         return {
-            posixpath.join(self.path, name.decode()) if name else self.path: each
+            posixpath.normpath(posixpath.join(self.path, name.decode())): each
             for name, each in self.files.items()
         }
 

@@ -4,7 +4,6 @@ runs, as objects."""
 from __future__ import annotations
 
 import contextlib
-import posixpath
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -166,10 +165,7 @@ class MirrorPlace(OpenPlace):
                     path: mirror.upload(path, file, Stop(), time_ns=options.times.get(path, now))
                     for path, file in copied.items()
                 }
-                above = posixpath.commonpath(sent)
-                parts = [(above, sent)] if above else [(path, {path: sent[path]}) for path in sent]
-                added = [mirror.checkpoint(*part, labels.step) for part in parts]
-                yield lambda: mirror.count(added)
+                yield lambda: mirror.count(mirror.checkpoints(sent, labels.step))
             finally:
                 mirror.count([])  # deletes what does not count
 
