@@ -34,6 +34,9 @@ def command(
         "--connections COUNT", "the most connections of all clients together; default: 1024"
     ),
     mirror: Text = option("--mirror URL", "mirror committed versions to this URL, per tenant"),
+    mirror_keep: int = option(
+        "--mirror-keep COUNT", "how many versions of a model stay there once they are removed", 0
+    ),
     replica: Text = option("--replica ADDRESS", "the host that takes over if this one is lost"),
     mirror_wait: float = option(
         "--mirror-wait SECONDS", "how long shutdown waits for the mirror or the replica", 60.0

@@ -107,6 +107,27 @@ def test_a_claim_starts_no_thread_and_writes_nothing_to_the_mirror(
     assert steps(bucket) == [1]
 
 
+def test_the_newest_versions_that_were_removed_stay_in_the_mirror_and_are_not_fetched(
+    tmp_path: Path, bucket: StoreAddress
+) -> None:
+    for step in range(1, 7):  # each is mirrored, before the next one removes another
+        with (
+            serving(tmp_path / "pools", mirrors=TenantMirrors(bucket, keep=2)) as server,
+            portus.PoolCheckpointer(url(server), "net", keep=2) as saver,
+        ):
+            saver.save(state(step), step).wait()
+    assert steps(bucket) == [3, 4, 5, 6]
+    with (
+        serving(tmp_path / "fresh", mirrors=TenantMirrors(bucket, keep=1)) as server,
+        portus.PoolCheckpointer(url(server), "net", keep=2) as saver,
+    ):
+        with portus.open(url(server)) as pool:
+            assert pool.steps("net") == [5, 6]
+        saver.save(state(7), 7).wait()
+    assert steps(bucket) == [5, 6, 7]
+    assert_same(portus.load(f"{bucket}/default/net@5"), state(5))
+
+
 def test_what_a_claim_fetched_from_a_replica_is_mirrored_without_a_commit(
     tmp_path: Path, bucket: StoreAddress
 ) -> None:

@@ -51,6 +51,10 @@ def put(files: MirroredFiles, path: Path, name: str | None = None, stop: Stop | 
     return sent.size
 
 
+def remove(files: MirroredFiles, *paths: str) -> None:
+    files.remove(each.token for path in paths for each in files.below(path))
+
+
 def fetched(files: MirroredFiles, name: str, into: Path) -> bytes:
     said = files.read().at(name)
     assert said is not None
@@ -318,7 +322,7 @@ def test_what_is_removed_is_gone_with_its_digest(
         made(tmp_path / name, 10)
         put(files, tmp_path / name)
     files.link("last.ckpt", "b.ckpt")
-    files.retire(["a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt"], 0)
+    remove(files, "a.ckpt", "never.ckpt", "a.ckpt", "last.ckpt")
     assert [each.path for each in files.read().added] == ["b.ckpt"]
     assert [each.name for each in store.list("run/", "run/_portus0")] == [
         "run/b.ckpt",
@@ -340,13 +344,13 @@ def test_a_deletion_that_takes_effect_late_takes_no_file_that_counts(
     with monkeypatch.context() as cut:
         cut.setattr(store, "delete", unanswered)
         with pytest.raises(TransportError):
-            files.retire(["a.ckpt"], 0)
+            remove(files, "a.ckpt")
     data = made(tmp_path / "a.ckpt", 200)
     put(files, tmp_path / "a.ckpt")
     assert late
     store.delete(late)
     assert fetched(files, "a.ckpt", tmp_path / "back") == data
-    files.retire(["a.ckpt"], 0)
+    remove(files, "a.ckpt")
     assert [each.name for each in store.list("run/") if "/_portus/log/" not in each.name] == []
 
 
@@ -357,7 +361,7 @@ def test_what_was_to_replace_a_file_goes_with_it(
     put(files, tmp_path / "last.ckpt")
     with open_file(str(tmp_path / "last.ckpt")) as file:
         files.upload("last.ckpt", file, Stop(), time_ns=8)
-    files.retire(["last.ckpt"], 0)
+    remove(files, "last.ckpt")
     assert [each.name for each in store.list("run/") if "log/" not in each.name] == []
 
 
@@ -422,7 +426,7 @@ def test_a_later_upload_of_an_earlier_step_does_not_become_the_newest(
 def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
-    sent = {}
+    sent: dict[str, FileObject] = {}
     for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
         sent |= upload(files, tmp_path, name)
         assert files.find_lost() == []

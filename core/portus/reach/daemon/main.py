@@ -155,6 +155,8 @@ def prepare(options: ServeOptions) -> Server:
         raise UsageError(f"--memory {options.memory}: expected {MEMORY_MIN >> 20}M or more")
     if options.connections is not None and options.connections < CONNECTIONS_MIN:
         raise UsageError(f"--connections {options.connections}: expected {CONNECTIONS_MIN} or more")
+    if options.mirror_keep < 0:
+        raise UsageError(f"--mirror-keep {options.mirror_keep}: expected 0 or more")
     places = Places(options.connections or CONNECTIONS)
     _may_open(places)
     addresses = [
@@ -163,7 +165,7 @@ def prepare(options: ServeOptions) -> Server:
     fabric = Fabric(Transport.of(options.transport, "--transport"))
     mirrors = None
     if options.mirror:
-        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"))
+        mirrors = TenantMirrors(parse_store(options.mirror, "--mirror"), options.mirror_keep)
     other = (
         None
         if options.replica is None

@@ -1,8 +1,8 @@
 """The mirror of a storage host: ``portus serve POOL --mirror URL``.
 
 The host copies what is committed to the pool of a tenant below ``URL/TENANT``, each model by a
-copier of its own (``reach.mirror.copier``). The mirror holds what the pool holds, and no more:
-clients decide what stays.
+copier of its own (``reach.mirror.copier``). The mirror holds what the pool holds, since clients
+decide what stays, and the newest of what the pool dropped, as many as the operator says.
 
 A new pool gets all that its mirror has when it is opened, before any client is let in: a version
 that the pool lacks would be removed from the mirror too. If the history of a model continued
@@ -35,9 +35,11 @@ _ABREAST: Final = 4
 class TenantMirrors:
     """The mirrors of all pools of a host. Thread-safe."""
 
-    def __init__(self, address: StoreAddress) -> None:
-        """Keep ``address``, and ask no store yet."""
+    def __init__(self, address: StoreAddress, keep: int = 0) -> None:
+        """Ask no store yet. keep: the versions of each model that stay after the pool dropped
+        them."""
         self.address: Final = address
+        self._keep: Final = keep
         self._turns: Final = threading.BoundedSemaphore(_ABREAST)
 
     def tenants(self) -> list[str]:
@@ -54,7 +56,7 @@ class TenantMirrors:
         place = self.address
         above = f"{place.prefix.rstrip('/')}/" if place.prefix else ""
         below = replace(place, prefix=above + tenant)
-        mirror = TenantMirror(below, tenant, writer, self._turns)
+        mirror = TenantMirror(below, tenant, writer, self._turns, self._keep)
         try:
             mirror.join()
         except BaseException:
@@ -72,11 +74,13 @@ class TenantMirror(Copies[Copier]):
         tenant: str,
         writer: PoolWriter,
         turns: threading.Semaphore,
+        keep: int,
     ) -> None:
-        """turns: a copier takes one while it copies a model."""
+        """turns: a copier takes one while it copies a model. keep: as of ``TenantMirrors``."""
         super().__init__(tenant, writer)
         self.name: Final = str(address)
         self._turns: Final = turns
+        self._keep: Final = keep
         self._store: Final[Store] = open_store(address)
         self._key: Final = key_from_environment()
         self._refused: Final[dict[str, str]] = {}
@@ -138,4 +142,4 @@ class TenantMirror(Copies[Copier]):
         self._writer.yields.remove(self._yield_space)
 
     def _make_copier(self, model: str, newest: int | None = None) -> Copier:
-        return Copier(self._store, self.name, model, self._writer, self._turns, newest)
+        return Copier(self._store, self.name, model, self._writer, self._turns, newest, self._keep)

@@ -20,7 +20,8 @@ class ServeOptions:
     [HOST:]PORT. ``quota``: a size; ``quota_path``: a file of sizes. ``transport``: auto, tcp or
     verbs. ``scrub``: bytes to read again in a second. ``memory``: bytes that clients may make the
     host hold. ``connections``: how many there may be. ``admin_path``: the operator's socket.
-    ``mirror``: the URL of a mirror. ``replica``: the address of the host that takes over if this
+    ``mirror``: the URL of a mirror. ``mirror_keep``: versions of each model that stay there after
+    they were removed here. ``replica``: the address of the host that takes over if this
     one is lost. ``mirror_wait``: seconds that the end of the host waits for either, at most."""
 
     place: str
@@ -37,6 +38,7 @@ class ServeOptions:
     memory: str | None = None
     connections: int | None = None
     mirror: str | None = None
+    mirror_keep: int = 0
     replica: str | None = None
     mirror_wait: float = WAIT_S
 

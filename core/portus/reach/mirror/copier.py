@@ -3,8 +3,8 @@ new pool from the mirror. Storage hosts have one copier for each model.
 
 There is one thread. It copies the newest version that is not mirrored yet, then older ones, as long
 as the pool has them. It pins the version that it copies, as any reader does; a save that finds no
-room ends the copy (``yield_space``). Versions that the pool dropped go from the mirror too, unless
-``keep`` wants them there.
+room ends the copy (``yield_space``). Versions that the pool dropped go from the mirror too, but for
+the newest ``keep`` of them.
 
 Before the first save, ``begin`` finds which of the two has the newer history. A new pool gets the
 versions of the model that the mirror has. If the pool's history continued elsewhere, ``begin``
@@ -135,14 +135,17 @@ class Copier(PoolCopier):
         writer: PoolWriter,
         turn: AbstractContextManager[object],
         newest: int | None,
+        keep: int,
     ) -> None:
-        """Take the parameters of ``PoolCopier``, and more. newest: as for ``Mirror``."""
+        """Take the parameters of ``PoolCopier``, and more. newest: as for ``Mirror``. keep: as of
+        ``Mirror.retire``, of the versions that the pool dropped."""
         super().__init__(store, address, model, writer, turn)
         self._since = writer.catalogue().root.sequence
         """The newest commit of the pool when this began, or when it was filled."""
         self._mirror: Final = Mirror(
             store, model, key=key_from_environment(), name=address, newest=newest
         )
+        self._keep: Final = keep
         self._cared_ns = time.time_ns()
         """The time of the start, or of the last look for lost and for unneeded objects."""
         self._undeleted = ""
@@ -227,7 +230,7 @@ class Copier(PoolCopier):
                 kept.add(state.newest.token)  # what replaced it may be damaged here
             gone = [each.token for each in state.added if each.token not in kept]
             try:
-                self._mirror.remove(gone)
+                self._mirror.retire(gone, self._keep)
             except UnwritableError:
                 raise
             except UsageError as error:  # no right to delete; they do not count any more

@@ -180,7 +180,7 @@ class MirroredFiles(Mirror):
                     self._put_digest(each)
         # The entry first, then the deletion: the log never names an object that was deleted.
         if checkpoints:
-            replaced = [each for new in checkpoints for each in self._below(new.path)]
+            replaced = [each for new in checkpoints for each in self.below(new.path)]
             self._uncounted.update(file.name for old in replaced for file in old.files.values())
             self._note_all(checkpoints)
         elif self._uncounted:
@@ -190,7 +190,7 @@ class MirroredFiles(Mirror):
             self._delete(self._uncounted - self.state.sizes.keys())
         self._uncounted.clear()
 
-    def _below(self, path: str) -> list[Added]:
+    def below(self, path: str) -> list[Added]:
         """Return the checkpoints at ``path`` and below."""
         return [each for each in self.state.added if each.is_in(path)]
 
@@ -240,7 +240,7 @@ class MirroredFiles(Mirror):
             for path, some in found.items()
         }
         # A directory that counts keeps its files: one that it lacks is a checkpoint of its own.
-        alone = {path for path in files if self._below(_checkpoint_of(path))}
+        alone = {path for path in files if self.below(_checkpoint_of(path))}
         return [
             *self.checkpoints({path: file for path, file in files.items() if path not in alone}),
             *(self.checkpoint(path, {path: files[path]}, step_in(path) or 0) for path in alone),
@@ -283,18 +283,6 @@ class MirroredFiles(Mirror):
         """Note that the link at ``path`` refers to ``target``, which is relative to it."""
         token, term = self._random(16), self.state.term
         self.count([Added(token, 0, term, 0, 0, 0, False, b"", {}, path=path, link=target)])
-
-    def retire(self, paths: Sequence[str], keep: int) -> None:
-        """Remove the checkpoints and links at ``paths``, and below, but for the newest ``keep``
-        checkpoints of all that were ever retired: the store has these still, and no machine fetches
-        them. Raises as ``remove``."""
-        found = {e.token: e for path in paths for e in self._below(path)}
-        found |= {each.token: each for each in self.state.added if each.retired}
-        old = sorted((e for e in found.values() if not e.link), key=lambda e: e.time_ns)
-        kept = old[len(old) - keep :] if keep else []
-        new = [replace(each, retired=True) for each in kept if not each.retired]
-        self._note_all(new)
-        self.remove(found.keys() - {each.token for each in kept})
 
     def require_no_files(self) -> None:
         """Raise ``CorruptionError`` if there are files of a run whose log is lost: a machine

@@ -258,7 +258,7 @@ class State(msgspec.Struct, frozen=True, array_like=True):
     def missing(self, own: Collection[VersionInfo]) -> list[Added]:
         """Return the versions that a pool with the versions ``own`` lacks, oldest first."""
         tokens = {info.token for info in own}
-        return [each for each in self.checkpoints if each.token not in tokens]
+        return [e for e in self.checkpoints if e.token not in tokens and not e.retired]
 
     def version(self, token: bytes) -> Added | None:
         """Return the checkpoint of that token; None if it is not there."""

@@ -16,6 +16,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from portus.engine.spec import VersionInfo
 from portus.errors import printable
 from portus.reach.mirror.log import MirrorLog
@@ -146,6 +148,16 @@ class Writer(MirrorLog):
         names += [own_name(name) for name in names if name.startswith(BEFORE)]
         counted = self.state.sizes
         self._delete(name for name in names if name not in counted)
+
+    def retire(self, tokens: Iterable[bytes], keep: int) -> None:
+        """Remove checkpoints and links, but for the newest ``keep`` checkpoints of all that were
+        ever retired: the store has these still, and no machine fetches them. Raises as
+        ``remove``."""
+        gone = {*tokens, *(each.token for each in self.state.added if each.retired)}
+        old = [each for each in self.state.checkpoints if each.token in gone]
+        kept = old[len(old) - keep :] if keep else []
+        self._note_all([replace(each, retired=True) for each in kept if not each.retired])
+        self.remove(gone - {each.token for each in kept})
 
     def suspects(self) -> list[tuple[Added, list[str]]]:
         """Return the versions that lack an object or the digest beside it, or have one of another

@@ -435,7 +435,8 @@ class DirectoryMirror(BackgroundCopier, Companion):
         if not gone:
             return
         try:
-            self._mirror.retire(gone, self._keep)
+            removed = [each.token for name in gone for each in self._mirror.below(name)]
+            self._mirror.retire(removed, self._keep)
         except UsageError as error:  # no right to delete; they do not count any more
             self._say(error)
         with self._guard:
