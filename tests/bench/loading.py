@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from portus.engine.pipeline.draft import Labels
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
-from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.directory import create_pool, open_writer
 from portus.reach.media.local import LocalFiles
 from tests.bench.measure import Row, Run, hog, timed
@@ -169,14 +170,9 @@ def _make_pool_of(path: str, count: int) -> None:
     storages = np.zeros(count, STORAGE.dtype)
     storages["length"], storages["extents"] = 64, 1
     writer.commit(
-        NewVersion(
-            model="million",
-            step=0,
-            token=bytes(16),
-            contents=table([64] * count),
-            storages=storages,
-            extents=extents,
-            units=np.zeros(count, UNIT_DIGEST.dtype),
+        new_version(
+            Labels(model="million", step=0, token=bytes(16), contents=table([64] * count)),
+            (storages, extents, np.zeros(count, UNIT_DIGEST.dtype)),
         ),
         room,
     )

@@ -17,9 +17,9 @@ from portus.companions.embedding.store import TableStore
 from portus.engine.copying.segments import Stop
 from portus.engine.spec import Extent
 from portus.reach.index import log
-from portus.reach.index.commit_records import NewVersion
 from portus.reach.index.log import Bunch, LogWriter
 from portus.reach.index.pool import PoolWriter
+from portus.reach.index.records import VersionRecord
 from tests.crash import logged
 from tests.crash.embedding_user import (
     DENSE_BYTES,
@@ -298,12 +298,12 @@ def a_fold_has_the_dense_part_of_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fold, "add_dense", lambda self, moment: True)
 
 
-def marks(change: Callable[[NewVersion, Any], NewVersion]) -> Mistake:
+def marks(change: Callable[[VersionRecord, Any], VersionRecord]) -> Mistake:
     """Marks that are another version than they should be."""
     return committed(store.MARKS, change)
 
 
-def committed(model: str, change: Callable[[NewVersion, Any], NewVersion]) -> Mistake:
+def committed(model: str, change: Callable[[VersionRecord, Any], VersionRecord]) -> Mistake:
     """Versions of a model that are others than they should be."""
 
     def patched(patch: pytest.MonkeyPatch) -> None:
@@ -311,11 +311,11 @@ def committed(model: str, change: Callable[[NewVersion, Any], NewVersion]) -> Mi
 
         def wrong(
             self: PoolWriter,
-            new: NewVersion | None,
+            new: VersionRecord | None,
             data: Sequence[Extent] = (),
             retire: Collection[int] = (),
         ) -> object:
-            if new is not None and new.model == model:
+            if new is not None and new.info.model == model:
                 new = change(new, new.log)
             return right(self, new, data, retire)
 

@@ -17,9 +17,10 @@ import numpy as np
 from portus.engine.copying.local import copy
 from portus.engine.copying.segments import Column, Digests, Sources, Stop
 from portus.engine.format.checksum import UNIT
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
-from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.log import (
     Bunch,
     Bytes,
@@ -30,7 +31,7 @@ from portus.reach.index.log import (
 )
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.records import VersionEntry, VersionLog, VersionRecord
+from portus.reach.index.records import VersionEntry, VersionRecord
 from portus.reach.versions.parts import StorageRows, part, rows_of
 
 Pool = TypeVar("Pool", bound=PoolReader)
@@ -102,7 +103,8 @@ class ModelWithLog(Generic[Pool]):
         entries; None: all that it has. Make the extents ``stored`` durable. Return its record."""
         assert isinstance(self.pool, PoolWriter), "a pool for reading was committed to"
         now = replace(log.log, entries=log.count if entries is None else entries)
-        new = version_of(self.model, step, contents, groups, lengths, now)
+        labels = Labels(model=self.model, step=step, token=os.urandom(16), contents=contents)
+        new = new_version(labels, rows_of(groups, lengths), now)
         record = self.pool.commit(new, stored, self._superseded_versions())
         assert record is not None
         assert record.log is not None
@@ -154,30 +156,6 @@ class ModelWithLog(Generic[Pool]):
             f"{self.pool.medium.info.name}: expected {self._kind}, found checkpoints of "
             f"{', '.join(models)[:200]}; use a separate pool for {self._kind}"
         )
-
-
-def version_of(
-    model: str,
-    step: int,
-    contents: bytes,
-    groups: list[StorageRows],
-    lengths: Column,
-    log: VersionLog | None,
-    token: bytes | None = None,
-) -> NewVersion:
-    """Return a version of storages of ``lengths``, each in one group, to be committed. token: None:
-    a random one."""
-    storages, extents, units = rows_of(groups, lengths)
-    return NewVersion(
-        model=model,
-        step=step,
-        token=os.urandom(16) if token is None else token,
-        contents=contents,
-        storages=storages,
-        extents=extents,
-        units=units,
-        log=log,
-    )
 
 
 PIECE: Final = UNIT

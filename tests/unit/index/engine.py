@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from portus.engine.format.checksum import UNIT, digest
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import Extent
 from portus.reach.format.layout import DATA_START, EXTENT, STORAGE, UNIT_DIGEST
-from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
@@ -58,14 +59,18 @@ def save(
         rows.append((len(data), len(extents) - first, 0))
         units += [(np.void(each),) for each in digests]
     record = pool.commit(
-        NewVersion(
-            model=model,
-            step=step,
-            token=os.urandom(16),
-            contents=table([len(each) for each in storages]) if storages else b"{}",
-            storages=np.array(rows, STORAGE.dtype),
-            extents=np.array(extents, EXTENT.dtype),
-            units=np.array(units, UNIT_DIGEST.dtype),
+        new_version(
+            Labels(
+                model=model,
+                step=step,
+                token=os.urandom(16),
+                contents=table([len(each) for each in storages]) if storages else b"{}",
+            ),
+            (
+                np.array(rows, STORAGE.dtype),
+                np.array(extents, EXTENT.dtype),
+                np.array(units, UNIT_DIGEST.dtype),
+            ),
         ),
         room,
         retire,

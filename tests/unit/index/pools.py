@@ -12,6 +12,7 @@ import numpy as np
 
 from portus.engine.format.checksum import UNIT, digest
 from portus.engine.media.base import Medium
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import (
     DATA_START,
@@ -21,7 +22,7 @@ from portus.reach.format.layout import (
     UNIT_DIGEST,
     RecordKind,
 )
-from portus.reach.index.commit_records import NewVersion
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import (
@@ -105,14 +106,10 @@ def save(
         rows[index] = len(data), len(own), born
         extents += own
         units += digests
-    new = NewVersion(
-        model=model,
-        step=step,
-        token=os.urandom(16),
-        contents=_contents(storages),
-        storages=rows,
-        extents=np.array([(each.offset, each.length) for each in extents], EXTENT.dtype),
-        units=np.frombuffer(b"".join(units), UNIT_DIGEST.dtype),
+    labels = Labels(model=model, step=step, token=os.urandom(16), contents=_contents(storages))
+    extent_rows = np.array([(each.offset, each.length) for each in extents], EXTENT.dtype)
+    new = new_version(
+        labels, (rows, extent_rows, np.frombuffer(b"".join(units), UNIT_DIGEST.dtype))
     )
     record = writer.commit(new, [each for room in fresh for each in room], retire)
     for room in fresh:

@@ -28,12 +28,14 @@ from numpy.typing import NDArray
 from portus.companions.embedding.fold import Fold
 from portus.companions.embedding.moment import Bytes, Column, Moment, RowsThere, TensorLocation
 from portus.companions.embedding.store import MARKS, TableStore
-from portus.companions.model_log import Pieces, version_of
+from portus.companions.model_log import Pieces
 from portus.engine.copying.segments import Stop, memory
 from portus.engine.format.checksum import DIGEST_SIZE, UNIT
 from portus.engine.media.base import MappedMedium
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import PAGE, Extent
 from portus.errors import UsageError
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.in_place import (
     InPlaceReader,
     cell_digests,
@@ -47,7 +49,7 @@ from portus.reach.index.log import Bunch, LogState, entry_size, read_log
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import InPlaceStorage
 from portus.reach.media.pool import Extents
-from portus.reach.versions.parts import StorageRows
+from portus.reach.versions.parts import StorageRows, rows_of
 
 _FREE_SHARE: Final = 2
 """The share of a log that is free when a batch begins: one half."""
@@ -155,8 +157,8 @@ class PlacedStore(TableStore):
         try:
             while not image.is_whole:
                 image.go_on(Stop())
-            rows = [image.rows()]
-            made = version_of(MARKS, batch, moment.contents, rows, moment.length, None, token)
+            labels = Labels(model=MARKS, step=batch, token=token, contents=moment.contents)
+            made = new_version(labels, rows_of([image.rows()], moment.length))
             self.pool.commit(made, (), retire)
         finally:
             image.release()

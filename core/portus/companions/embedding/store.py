@@ -28,13 +28,15 @@ import numpy as np
 
 from portus.companions.embedding.fold import Fold, Slices
 from portus.companions.embedding.moment import Moment
-from portus.companions.model_log import ModelWithLog, version_of
+from portus.companions.model_log import ModelWithLog
 from portus.engine.copying.segments import Stop
 from portus.engine.image.key_paths import storages_in
 from portus.engine.media.file_calls import OUT_OF_SPACE
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import TensorSpec
 from portus.errors import CorruptionError, MediumError, UsageError
 from portus.reach.index.catalogue import MARKS as MARKS
+from portus.reach.index.commit_records import new_version
 from portus.reach.index.log import LogState
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionEntry, VersionRecord
@@ -163,10 +165,9 @@ class TableStore(ModelWithLog[PoolWriter]):
         assert log is not None
         log.look()
         now = replace(log.log, entries=log.count)
-        every = [share(record, np.arange(len(record.storages)))]
-        length = record.length
-        made = version_of(MARKS, batch, self._contents, every, length, now, token)
-        self.pool.commit(made, (), retire)
+        labels = Labels(model=MARKS, step=batch, token=token, contents=self._contents)
+        rows = record.storages, record.extents, record.units
+        self.pool.commit(new_version(labels, rows, now), (), retire)
 
     # --- a batch in the log ---------------------------------------------------------------------
 

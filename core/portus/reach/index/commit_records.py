@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
+from portus.engine.pipeline.draft import Labels
 from portus.engine.spec import Extent, VersionInfo
 from portus.reach.format.layout import HEADER, VERSION_ID_MAX, RecordKind
 from portus.reach.index.catalogue import Catalogue
@@ -26,40 +27,39 @@ _FAR: Final = Pointer((1 << 63) - 1, (1 << 63) - 1, bytes(16), (1 << 63) - 1)
 """A pointer of which no number takes more bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewVersion:
-    """A version about to be committed, whose bytes are stored already.
-
-    Rows as in the format; ``born`` 0 stands for this commit. ``inexact``,
-    ``metrics``: see ``VersionInfo``. ``log``: reserved pages of its own, or the log of the version
-    before it.
-    """
-
-    model: str
-    step: int
-    token: bytes
-    contents: bytes
-    storages: Rows
-    extents: Rows
-    units: Rows
-    inexact: bool = False
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    log: VersionLog | None = None
+def new_version(
+    labels: Labels, rows: tuple[Rows, Rows, Rows], log: VersionLog | None = None
+) -> VersionRecord:
+    """Return a version about to be committed, whose bytes are stored already; the commit gives it
+    its id, its number and its time. rows: as in the format; ``born`` 0 stands for this commit. log:
+    reserved pages of its own, or the log of the version before it."""
+    info = VersionInfo(
+        model=labels.model,
+        id=0,
+        commit=0,
+        step=labels.step,
+        token=labels.token,
+        time_ns=0,
+        size=int(rows[0]["length"].sum()),
+        inexact=labels.inexact,
+        metrics=labels.metrics,
+    )
+    return VersionRecord(info, labels.contents, *rows, log)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The request for one commit: a ``new`` version, if any, whose bytes are in the extents
-    ``data``, and the ids of versions to ``retire``."""
+    """The request for one commit: a ``new`` version, if any, see ``new_version``, whose bytes are
+    in the extents ``data``, and the ids of versions to ``retire``."""
 
-    new: NewVersion | None
+    new: VersionRecord | None
     data: Sequence[Extent] = ()
     retire: Collection[int] = ()
 
     @property
     def model(self) -> str | None:
         """The model of the new version; None if there is none."""
-        return None if self.new is None else self.new.model
+        return None if self.new is None else self.new.info.model
 
 
 class RecordArea:
@@ -123,26 +123,16 @@ class CommitRecords:
         assert len(places[0].data) <= self.size, "records outgrew their measure"
         return Catalogue.of(root, entries)
 
-    def _record(self, new: NewVersion, version: int) -> VersionRecord:
+    def _record(self, new: VersionRecord, version: int) -> VersionRecord:
         assert version < VERSION_ID_MAX
         storages = new.storages.copy()
         # Known only now: other commits may have been made since the storages were copied.
         storages["born"][storages["born"] == 0] = self._commit
-        info = VersionInfo(
-            model=new.model,
-            id=version,
-            commit=self._commit,
-            step=new.step,
-            token=new.token,
-            time_ns=time.time_ns(),
-            size=int(storages["length"].sum()),
-            inexact=new.inexact,
-            metrics=new.metrics,
-        )
+        info = replace(new.info, id=version, commit=self._commit, time_ns=time.time_ns())
         log = new.log
         if log is not None and not log.born:
             log = replace(log, born=self._commit)
-        return VersionRecord(info, new.contents, storages, new.extents, new.units, log)
+        return replace(new, info=info, storages=storages, log=log)
 
 
 def _add(places: Sequence[RecordArea], record: bytes) -> Pointer:

@@ -39,7 +39,7 @@ from portus.reach.index.catalogue import (
     version_runs,
 )
 from portus.reach.index.commit_queue import Line, RoomError
-from portus.reach.index.commit_records import Change, CommitRecords, NewVersion, RecordArea
+from portus.reach.index.commit_records import Change, CommitRecords, RecordArea
 from portus.reach.index.free_space import FreeSpace, SpaceRequest, pages_for_records
 from portus.reach.index.reader import PoolReader, spare_pages
 from portus.reach.index.records import VersionEntry, VersionRecord
@@ -167,7 +167,7 @@ class PoolWriter(PoolReader):
 
     def commit(
         self,
-        new: NewVersion | None,
+        new: VersionRecord | None,
         data: Sequence[Extent] = (),
         retire: Collection[int] = (),
     ) -> VersionRecord | None:

@@ -21,7 +21,7 @@ from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Column, Feed, Previous
 from portus.engine.spec import PAGE, Extent
 from portus.reach.format.layout import EXTENT
-from portus.reach.index.commit_records import Change, NewVersion
+from portus.reach.index.commit_records import Change, new_version
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import Rows, VersionRecord, overlaps
 from portus.reach.versions.parts import (
@@ -169,19 +169,7 @@ class PoolDraft:
 
     def change(self, rows: tuple[Rows, Rows, Rows], labels: Labels) -> Change:
         """Return the request to the commit of this version."""
-        storages, extents, units = rows
-        new = NewVersion(
-            model=labels.model,
-            step=labels.step,
-            token=labels.token,
-            contents=labels.contents,
-            storages=storages,
-            extents=extents,
-            units=units,
-            inexact=labels.inexact,
-            metrics=labels.metrics,
-        )
-        return Change(new, self._copied, self._surplus(labels))
+        return Change(new_version(labels, rows), self._copied, self._surplus(labels))
 
     def _surplus(self, labels: Labels) -> set[int]:
         """Return the ids of the versions that go once this one is committed."""

@@ -10,10 +10,8 @@ Before the commit the stored bytes are read back and verified, so a failed write
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -21,9 +19,8 @@ import numpy as np
 import xxhash
 
 from portus.engine.copying.local import check
-from portus.engine.copying.segments import Column, Sources, Stop
-from portus.engine.format.checksum import UNIT
-from portus.engine.image.image import Read
+from portus.engine.copying.segments import Column, Stop
+from portus.engine.format.checksum import DIGEST_SIZE, UNIT, unit_counts
 from portus.engine.image.integrity import verify_by_format
 from portus.engine.image.torch_reader import ZipDirectory, key_order
 from portus.engine.image.torch_zip import (
@@ -34,13 +31,14 @@ from portus.engine.image.torch_zip import (
     STORAGES,
     ZIP,
 )
-from portus.engine.media.base import Medium
 from portus.engine.pipeline.draft import Labels
 from portus.errors import CorruptionError, UsageError
-from portus.reach.index.file_table import FileTable, PackedFile, decode_table, encode_table
+from portus.reach.index.commit_records import new_version
+from portus.reach.index.file_table import FileTable, PackedFile, encode_table
 from portus.reach.index.place import load_class
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.records import VersionRecord
+from portus.reach.versions.open_version import OpenVersion, VersionFile
 from portus.reach.versions.parallel import abreast, in_any_order, in_turn
 from portus.reach.versions.pool_draft import PoolDraft
 
@@ -90,30 +88,33 @@ def take_files(
     """
     packed = list(abreast(pack_file, files, ABREAST))
     table = FileTable(packed, directory)
-    contents = encode_table(table)
-    decode_table(contents)  # the names may be a mirror's: a version that no reader opens is none
+    labels = replace(labels, contents=encode_table(table))
     lengths: Column = np.array(table.lengths, np.int64)
     draft = PoolDraft(writer, lengths)
     try:
         count = len(lengths)
         reserved = draft.reserve(np.arange(count), np.zeros(count, np.int64))
-        placed = _PlacedFiles(writer.medium, packed, lengths, reserved.target)
+        # Part of the version from here on, and filled in once all bytes are stored.
+        digests = np.zeros((int(unit_counts(lengths).sum()), DIGEST_SIZE), np.uint8)
+        draft.note(reserved, digests)
+        # Raises for names that a mirror may have: a version that no reader opens is none.
+        version = OpenVersion(writer, new_version(labels, draft.rows()))
+        placed = [*version.files.values()]
         tell = in_turn(advance)
 
         def bring(part: tuple[int, int]) -> None:
             number, start = part
             data = memoryview(files[number].read(start, min(UNIT, files[number].size - start)))
-            placed.store(number, start, data)
+            _store(placed[number], start, data)
             tell(len(data))
 
         sizes = enumerate(each.size for each in files)
         in_any_order(bring, [(n, at) for n, size in sizes for at in range(0, size, UNIT)], ABREAST)
-        digests = check(writer.medium, reserved.target, Stop())
+        digests[:] = check(writer.medium, reserved.target, Stop())
         # Before the commit: only right bytes are ever part of a version (V4).
-        for number, each in enumerate(files):
-            placed.verify(number, each)
-        draft.note(reserved, digests)
-        return draft.commit(replace(labels, contents=contents))
+        for stored, each in zip(placed, files, strict=True):
+            _verify(stored, each)
+        return draft.commit(labels)
     finally:
         draft.release()
 
@@ -164,65 +165,28 @@ def _storages_of_torch(directory: ZipDirectory) -> tuple[Column, Column]:
     return offset, length
 
 
-class _PlacedFiles:
-    """Files at their places in a pool."""
+def _store(file: VersionFile, offset: int, data: memoryview) -> None:
+    """Store a range of a file at its places in the pool."""
+    places = file.extents(np.array([offset]), np.array([len(data)]))
+    for at, size in zip(*(each.tolist() for each in places), strict=True):
+        file.medium.store(at, data[:size])
+        data = data[size:]
 
-    def __init__(
-        self, medium: Medium, files: Sequence[PackedFile], lengths: Column, target: Sources
-    ) -> None:
-        """lengths: of all storages, as in a ``FileTable``. target: their extents in the pool, end
-        to end."""
-        self._medium: Final = medium
-        self._files: Final = files
-        self._spans: Final = [each.spans() for each in files]
-        self._firsts: Final = [0, *itertools.accumulate(len(each.length) for each in files)]
-        self._begins: Final[list[int]] = (np.cumsum(lengths) - lengths).tolist()
-        self._offsets: Final[list[int]] = (target.extent_offset + target.extent_length).tolist()
-        self._ends: Final[list[int]] = np.cumsum(target.extent_length).tolist()
 
-    def store(self, number: int, offset: int, data: memoryview) -> None:
-        """Store a range of a file. Thread-safe for ranges that do not overlap."""
-        for at, size in self._pieces(number, offset, len(data)):
-            self._medium.store(at, data[:size])
-            data = data[size:]
+def _verify(stored: VersionFile, file: FileToTake) -> None:
+    """Raise ``CorruptionError`` unless the stored bytes are those of the file."""
 
-    def _reads(self, number: int) -> Read:
-        """Return a function that reads a file back."""
+    def read(offset: int, length: int) -> bytes:
+        found = bytearray(max(0, min(length, file.size - offset)))
+        stored.load(offset, memoryview(found))
+        return bytes(found)
 
-        def read(offset: int, length: int) -> bytes:
-            found = bytearray(max(0, min(length, self._files[number].size - offset)))
-            view = memoryview(found)
-            for at, size in self._pieces(number, offset, len(found)):
-                self._medium.load(at, view[:size])
-                view = view[size:]
-            return bytes(found)
-
-        return read
-
-    def verify(self, number: int, file: FileToTake) -> None:
-        """Raise ``CorruptionError`` unless the stored bytes are those of the file."""
-        read = self._reads(number)
-        if file.digest is None:
-            verify_by_format(read, file.size, file.name)
-        elif (found := digest_of(read, 0, file.size)) != file.digest:
-            raise CorruptionError(
-                f"{file.name}: expected the digest {file.digest.hex()}, found {found.hex()}"
-            )
-
-    def _pieces(self, number: int, offset: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield the places in the pool, and their lengths, of a range of a file."""
-        for storage, inside, length in self._spans[number].within(offset, size):
-            index = self._firsts[number] + storage
-            if storage == len(self._files[number].length):
-                # The bytes around the storages of the files come after all storages.
-                index = self._firsts[-1] + number
-            start = self._begins[index] + inside
-            while length:
-                row = bisect.bisect_right(self._ends, start)
-                left = self._ends[row] - start
-                taken = min(left, length)
-                yield self._offsets[row] - left, taken
-                start, length = start + taken, length - taken
+    if file.digest is None:
+        verify_by_format(read, file.size, file.name)
+    elif (found := digest_of(read, 0, file.size)) != file.digest:
+        raise CorruptionError(
+            f"{file.name}: expected the digest {file.digest.hex()}, found {found.hex()}"
+        )
 
 
 def digest_of(read: Callable[[int, int], bytes | memoryview], start: int, size: int) -> bytes:
