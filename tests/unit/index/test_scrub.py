@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from portus.engine.format.checksum import UNIT
-from portus.reach.index.check import CheckOptions, Finding, scrub
+from portus.engine.media.read_file import Pace
+from portus.reach.index.check import CheckOptions, Finding, check_pool
 from portus.reach.index.directory import open_reader
 from portus.reach.index.place import Place
 from portus.reach.index.pool import PoolWriter
@@ -72,8 +73,9 @@ def test_no_more_is_read_in_a_second_than_was_said(pool: Place) -> None:
 
     size = size_of(pool)
     start_s = time.monotonic()
-    look = CheckOptions(progress=lambda done, total: told.append((done, total)))
-    assert scrub(pool, 20 << 20, look, wait=wait) == []
+    pace = Pace(20 << 20, wait)
+    look = CheckOptions(progress=lambda done, total: told.append((done, total)), pace=pace)
+    assert check_pool(pool.path, look) == []
     passed_s = time.monotonic() - start_s
     sizes = [after[0] - before[0] for before, after in itertools.pairwise(told)]
     assert told[-1] == (2 * size, 2 * size)
@@ -95,9 +97,8 @@ def test_rot_is_told_when_it_is_found_and_the_rest_is_read_all_the_same(pool: Pl
     def advance(done: int, total: int) -> None:
         order.append(f"{done}")
 
-    found = scrub(
-        pool, 1 << 40, CheckOptions(tell=told, progress=advance), wait=lambda seconds: None
-    )
+    look = CheckOptions(tell=told, progress=advance, pace=Pace(1 << 40, lambda seconds: None))
+    found = check_pool(pool.path, look)
     assert [each.where for each in found] == [each for each in order if "version" in each]
     assert "step 1" in found[0].where
     assert "step 2" in found[1].where
@@ -122,7 +123,7 @@ def test_a_version_that_is_retired_meanwhile_is_no_error_and_is_not_waited_for(
                 for step in steps:
                     run.save(state(step), step).wait()
 
-        assert scrub(Place.parse(path), 1 << 40, CheckOptions(), wait=wait) == []
+        assert check_pool(str(path), CheckOptions(pace=Pace(1 << 40, wait))) == []
         assert len(waited) < 2 * SIZE // UNIT, "the retired version was not read"
         assert run.steps() == [7, 8]
 
@@ -133,7 +134,8 @@ def test_the_disk_is_read_and_nothing_is_kept_of_it_in_memory(pool: Place) -> No
             if not isinstance(opened, UncachedFile):
                 pytest.skip("this file system has no O_DIRECT")
         forget(file)
-        assert scrub(pool, 1 << 40, CheckOptions(), wait=lambda seconds: None) == []
+        look = CheckOptions(pace=Pace(1 << 40, lambda seconds: None))
+        assert check_pool(pool.path, look) == []
         assert not in_memory(file)[UNIT // mmap.PAGESIZE]
 
 
@@ -145,7 +147,7 @@ def test_one_that_is_ended_holds_nothing(pool: Place, end: type[BaseException]) 
         raise end
 
     with pytest.raises(end):
-        scrub(pool, 1, CheckOptions(), wait=wait)
+        check_pool(pool.path, CheckOptions(pace=Pace(1, wait)))
     with PoolCheckpointer(pool.path, keep=1) as run:
         run.save(state(3), 3).wait()
         run.save(state(4), 4).wait()
@@ -159,5 +161,5 @@ def test_a_pool_that_is_open_is_read_as_it_is(pool: Place, tmp_path: Path) -> No
         run.load()
         writer = run._steps.pool.open()
         assert isinstance(writer, PoolWriter)
-        assert scrub(writer, 1 << 40, CheckOptions(), wait=wait) == []
+        assert check_pool(writer, CheckOptions(pace=Pace(1 << 40, wait))) == []
     assert called

@@ -7,11 +7,12 @@ import threading
 import time
 from typing import Final
 
+from portus.engine.media.read_file import Pace
 from portus.errors import CorruptionError, PortusError
 from portus.reach.daemon.counters import Counters
 from portus.reach.daemon.events import tell
 from portus.reach.daemon.pools import Pools
-from portus.reach.index.check import CheckOptions, Finding, Severity, scrub
+from portus.reach.index.check import CheckOptions, Finding, Severity, check_pool
 from portus.reach.index.place import Place
 from portus.reach.index.reader import PoolReader
 
@@ -86,7 +87,9 @@ class Scrubber:
                 text, why = f"{tenant}: {finding}", str(finding)
                 tell(logging.ERROR, "rot", text, tenant=tenant, place=finding.where, why=why)
 
-        scrub(pool, self._bytes_per_s, CheckOptions(progress=advance, tell=note), wait=self._wait)
+        pace = Pace(self._bytes_per_s, self._wait)
+        look = CheckOptions(progress=advance, tell=note, pace=pace)
+        check_pool(pool.path if isinstance(pool, Place) else pool, look)
         self._counters.rotten(tenant, damaged)
         self._counters.add("scrubbed_bytes", size)
         tell(

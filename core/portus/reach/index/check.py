@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from portus.engine.media.base import Medium
-from portus.engine.media.read_file import Pace, Wait
+from portus.engine.media.read_file import Pace
 from portus.engine.spec import VersionInfo
 from portus.errors import UsageError
 from portus.reach.index.check_catalogue import (
@@ -33,7 +32,7 @@ from portus.reach.media.local import LocalFiles
 from portus.reach.media.lock import FileLocks
 from portus.reach.media.pool import Locks
 
-__all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_file", "check_medium"]
+__all__ = ["RULES", "CheckOptions", "Finding", "Severity", "check", "check_medium", "check_pool"]
 
 Progress = Callable[[int, int], None]
 """Receives the bytes done, and the bytes to do in total."""
@@ -41,7 +40,7 @@ Progress = Callable[[int, int], None]
 Only = Callable[[VersionInfo], bool]
 
 
-def _to_nobody(*tell: object) -> None:
+def _to_nobody(*told: object) -> None:
     pass
 
 
@@ -82,48 +81,35 @@ def check(
     """
     look = CheckOptions(data=data, progress=progress or _to_nobody, only=only or _every)
     if isinstance(pool, PoolReader):
-        return check_medium(pool.medium, pool.locks, look)
+        return check_pool(pool, look)
     place = Place.parse(pool)
     if place.local_path is None:
         raise UsageError(f"{place}: `portus verify --pool {place}` checks what a storage host has")
     if not os.path.isdir(place.path):
-        return check_file(place.path, look)
+        return check_pool(place.path, look)
     found = pools_at(place)
     if not found:
         raise UsageError(f"{place}: there is no pool file in this directory")
     return [
         replace(finding, where=f"{each}: {finding.where}")
         for each in found
-        for finding in check_file(each.path, look)
+        for finding in check_pool(each.path, look)
     ]
 
 
-def check_file(path: str, look: CheckOptions) -> list[Finding]:
-    """Return the findings of one pool file or device, as ``check`` does. With a pace it bypasses
-    the system's page cache, where that is possible: rot is on the disk."""
+def check_pool(pool: str | PoolReader, look: CheckOptions) -> list[Finding]:
+    """Return the findings of one pool file or device, or of an open pool, as ``check`` does. With a
+    pace a file bypasses the system's page cache, where that is possible: rot is on the disk. An
+    open pool is read through its reader: on a storage host, the host reads it."""
+    if isinstance(pool, PoolReader):
+        return check_medium(pool.medium, pool.locks, look)
     files = LocalFiles()
     with contextlib.ExitStack() as stack:
         is_paced = look.pace is not None
-        medium = files.open_uncached(path) if is_paced else files.open(path, writable=False)
+        medium = files.open_uncached(pool) if is_paced else files.open(pool, writable=False)
         stack.callback(medium.close)
-        locks = stack.enter_context(contextlib.closing(FileLocks(path, writable=False)))
+        locks = stack.enter_context(contextlib.closing(FileLocks(pool, writable=False)))
         return check_medium(medium, locks, look)
-
-
-def scrub(
-    pool: Place | PoolReader, bytes_per_s: int, look: CheckOptions, *, wait: Wait = time.sleep
-) -> list[Finding]:
-    """Return every broken rule of a pool file, a device, or an open pool, reading ``bytes_per_s``
-    at most, 1 or more: rot is reported before a version is needed.
-
-    look: its ``pace`` is ignored. An open pool is read through its reader: on a
-    storage host, the host reads it. Blocks until the end. Raises as ``check``, and what ``wait``
-    raises.
-    """
-    paced = replace(look, pace=Pace(bytes_per_s, wait))
-    if isinstance(pool, PoolReader):
-        return check_medium(pool.medium, pool.locks, paced)
-    return check_file(pool.path, paced)
 
 
 def check_medium(medium: Medium, locks: Locks, look: CheckOptions) -> list[Finding]:

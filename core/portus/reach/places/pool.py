@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from portus.engine.copying.segments import Stop
 from portus.engine.format.pointer_marks import POINTER_MAX
 from portus.engine.loading.open_file import DiskFile, reads
+from portus.engine.media.read_file import Pace
 from portus.engine.pipeline.draft import Labels
 from portus.engine.pipeline.plan import Snapshot
 from portus.engine.spec import VersionInfo
@@ -28,9 +29,7 @@ from portus.reach.index.check import (
     CheckOptions,
     Finding,
     Severity,
-    check_file,
-    check_medium,
-    scrub,
+    check_pool,
 )
 from portus.reach.index.directory import (
     WRITERS,
@@ -227,8 +226,8 @@ class PoolPlace(OpenPlace):
 
             look = CheckOptions(progress=progress, only=only)
             if pace.bytes_per_s is not None:
-                look = replace(look, tell=tell)
-            verdict.findings = self._check(look, pace.bytes_per_s)
+                look = replace(look, tell=tell, pace=Pace(pace.bytes_per_s))
+            verdict.findings = check_pool(self._checked, look)
             verdict.versions = len(ids)
             with contextlib.suppress(CorruptionError):
                 verdict.removed = len(ids - self.reader.catalogue().ids())
@@ -313,8 +312,7 @@ class PoolPlace(OpenPlace):
 
     def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
         """Remove versions, and the pool file if it is empty then; return free space."""
-        path = self.place.path
-        taken = on_disk(path)
+        path, taken = self.place.path, self.disk_bytes()
         with self.writing() as writer:
             # Searched again under the lock: a trainer may have made the pointers since.
             writer.let_go(self._still_gone(writer, found.gone, options.missing))
@@ -322,7 +320,7 @@ class PoolPlace(OpenPlace):
             if is_removed:  # while it is locked: a process that waits for it finds that it is gone
                 remove_journals(path)
                 remove_pool(path, LocalFiles())
-        freed = max(0, taken - on_disk(path))
+        freed = max(0, taken - self.disk_bytes())
         return Garbage(gone=found.gone, is_removed=is_removed, freed=freed)
 
     @property
@@ -347,12 +345,10 @@ class PoolPlace(OpenPlace):
         """Return the bytes that the pool takes of its file system; 0 if it is not in a file."""
         return on_disk(self.reader.medium.info.name)
 
-    def _check(self, look: CheckOptions, bytes_per_s: int | None) -> Sequence[Finding]:
-        """Check the pool, or scrub it at a rate."""
-        if bytes_per_s is not None:
-            return scrub(self.place, bytes_per_s, look)
+    @property
+    def _checked(self) -> str | PoolReader:
         # The file itself, so that a pool with damaged first pages has findings too.
-        return check_file(self.place.path, look)
+        return self.place.path
 
 
 def _storages_of(
@@ -464,16 +460,10 @@ class HostPlace(PoolPlace):
     def _is_young(self, info: VersionInfo) -> bool:
         return info.time_ns > time.time_ns() - int(YOUNG_S * 1e9)
 
-    def _collect(self, options: GarbageOptions, found: Garbage) -> Garbage:
-        with contextlib.closing(HostPool(self.place.path)) as host:
-            host.let_go(self._still_gone(host, found.gone, options.missing))
-            return Garbage(gone=found.gone, freed=host.give_back())
-
     @property
     def _durable(self) -> int:
         return len(self.place.address.each)
 
-    def _check(self, look: CheckOptions, bytes_per_s: int | None) -> Sequence[Finding]:
-        if bytes_per_s is not None:
-            return scrub(self.reader, bytes_per_s, look)
-        return check_medium(self.reader.medium, self.reader.locks, look)
+    @property
+    def _checked(self) -> PoolReader:
+        return self.reader

@@ -39,7 +39,7 @@ from portus.reach.index.place import Place
 from portus.reach.index.records import VersionRecord
 from portus.reach.pools.image_draft import CommittedImages, ImageDraft, lengths_of
 from portus.reach.pools.resolve import allow
-from portus.reach.versions.host import HostDraft, let_go_at
+from portus.reach.versions.host import HostDraft, HostPool
 from portus.reach.versions.pool_draft import PoolDraft
 
 _log: Final = logging.getLogger("portus")
@@ -238,7 +238,8 @@ class TrainingPool(Destination):
         if pointer.pool_path == str(self.place):
             self.open().let_go(tokens)
         else:
-            let_go_at(pointer.pool_path, tokens)
+            with contextlib.closing(HostPool(pointer.pool_path)) as other_host:
+                other_host.let_go(tokens)
 
     def retire(self, token: bytes) -> None:
         """Remove a version, if it exists. The pool is open."""

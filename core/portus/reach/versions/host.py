@@ -143,7 +143,9 @@ class HostPool(PoolReader):
     def let_go(self, tokens: Collection[bytes], model: str = "", term: int = 0) -> None:
         """Remove versions, by their tokens, and ignore missing ones. term: the one in which this
         process, a host, leads ``model``."""
-        _let_go(self.links, tokens, model, term)
+        if tokens:
+            request = said.Retire(b"".join(tokens), model, term)
+            self.links.ask(request, said.Done, self.links.silence_s)
 
     def standing(self) -> said.Standing:
         """Return the state of the pool, in bytes."""
@@ -185,17 +187,6 @@ class HostPool(PoolReader):
             return None
         with self.pin(entry.info.id) as current:
             return self.record(current)
-
-
-def let_go_at(address: str, tokens: Collection[bytes]) -> None:
-    """Remove versions from the storage host at an address, as ``HostPool.let_go`` does."""
-    with contextlib.closing(Links(parse(address), Credentials.from_environment())) as links:
-        _let_go(links, tokens)
-
-
-def _let_go(links: Links, tokens: Collection[bytes], model: str = "", term: int = 0) -> None:
-    if tokens:
-        links.ask(said.Retire(b"".join(tokens), model, term), said.Done, links.silence_s)
 
 
 class HostDraft:
