@@ -177,10 +177,10 @@ def with_space(space: type[FreeSpace]) -> type[Trainer]:
 class SpaceUsedAgainTooEarly(FreeSpace):
     """What the other slot still reaches counts as free."""
 
-    def _free_now(self) -> Runs:
+    def free(self) -> Runs:
         roots, self.roots = self.roots, self.roots[:1]
         try:
-            return super()._free_now()
+            return super().free()
         finally:
             self.roots = roots
 
@@ -234,11 +234,11 @@ class RecordsShareAPage(PoolWriter):
 class SpaceOfANewVersionNotHeld(FreeSpace):
     """What was reserved for a save can be reserved again by its own records."""
 
-    def _free_now(self) -> Runs:
+    def free(self) -> Runs:
         held = list(self._held)
         self._held.clear()
         try:
-            return super()._free_now()
+            return super().free()
         finally:
             self._held.extend(held)
 

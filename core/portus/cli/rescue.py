@@ -17,8 +17,13 @@ from portus.reach.index.directory import lock, pools_at
 from portus.reach.index.place import Place, local_path
 from portus.reach.index.pool import PoolWriter
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.rebuild import choose, chunks_of, rebuild
-from portus.reach.index.rescue import RecoverableVersion, find_versions
+from portus.reach.index.rescue import (
+    RecoverableVersion,
+    choose,
+    chunks_of,
+    find_versions,
+    rebuild,
+)
 from portus.reach.index.rescue import is_whole as is_version_whole
 from portus.reach.index.roots import read_slots
 from portus.reach.media.local import LocalFiles

@@ -15,9 +15,8 @@ from portus.reach.format.layout import DATA_START, SLOT, SLOT_OFFSETS, RecordKin
 from portus.reach.index.check import check
 from portus.reach.index.findings import Severity
 from portus.reach.index.reader import PoolReader
-from portus.reach.index.rebuild import choose
 from portus.reach.index.records import VersionRecord
-from portus.reach.index.rescue import RecoverableVersion, find_versions, is_whole
+from portus.reach.index.rescue import RecoverableVersion, choose, find_versions, is_whole
 from portus.reach.media.lock import ProcessLocks
 from tests.unit.index.pools import Forger, Pool, close_all
 

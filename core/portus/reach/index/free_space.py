@@ -57,7 +57,7 @@ class FreeSpace:
     def __init__(self, medium: Medium, locks: Locks) -> None:
         self._medium: Final = medium
         self._locks: Final = locks
-        self._guard: Final = threading.Lock()
+        self._guard: Final = threading.RLock()
         self.roots: Sequence[Catalogue] = ()
         """The catalogues of the slots, newest first."""
         self._reach: Final[dict[int, Runs]] = {}
@@ -87,12 +87,13 @@ class FreeSpace:
     def free(self) -> Runs:
         """Return the pages that can be reserved."""
         with self._guard:
-            return self._free_now()
+            return without(self._unreached_runs(), self._holes)
 
     def free_holes(self) -> Runs:
         """Return the free pages that are holes."""
         with self._guard:
-            return self._free_holes_now()
+            unreached = self._unreached_runs()
+            return without(unreached, without(unreached, self._holes))
 
     def missing(self, wanted: SpaceRequest) -> int:
         """Return by how many pages the pool would have to grow for ``wanted``."""
@@ -102,13 +103,6 @@ class FreeSpace:
     def pinned_versions(self) -> list[int]:
         """Return the versions that readers hold."""
         return sorted(self._locks.pins() & {*self._reach})
-
-    def _free_now(self) -> Runs:
-        return without(self._unreached_runs(), self._holes)
-
-    def _free_holes_now(self) -> Runs:
-        unreached = self._unreached_runs()
-        return without(unreached, without(unreached, self._holes))
 
     def _unreached_runs(self) -> Runs:
         """Return the pages that nothing reaches, holes included. The caller holds the guard."""
@@ -129,7 +123,7 @@ class FreeSpace:
     def take(self, wanted: SpaceRequest) -> list[Extent] | None:
         """Reserve pages until ``release``, and return them, or None if there are not enough."""
         with self._guard:
-            free = self._free_now()
+            free = self.free()
             # Chosen and reserved under one guard: no page goes to two saves (V1).
             extents = (last if wanted.apart else choose)(free, wanted.pages)
             if extents is None or (wanted.contiguous and len(extents) > 1):
@@ -162,7 +156,7 @@ class FreeSpace:
         """Make holes of free pages: of ``at_most``, or of all but ``kept_pages`` and the existing
         holes. Return their extents, which the caller then discards."""
         with self._guard:
-            free = self._free_now()
+            free = self.free()
             if at_most is None:
                 kept = choose(free, min(page_count(free), kept_pages)) or []
                 given = without(self._unreached_runs(), extents_runs(kept))
@@ -175,7 +169,7 @@ class FreeSpace:
     def choose_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
         """Return holes of ``pages`` pages at most; none if they would not be enough."""
         with self._guard:
-            holes = self._free_holes_now()
+            holes = self.free_holes()
             count = min(pages, page_count(holes))
             extents = choose(holes, count) or []
         is_enough = not contiguous or (count >= pages and len(extents) == 1)

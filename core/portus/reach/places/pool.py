@@ -227,7 +227,7 @@ class PoolPlace(OpenPlace):
             look = CheckOptions(progress=progress, only=only)
             if pace.bytes_per_s is not None:
                 look = replace(look, tell=tell, pace=Pace(pace.bytes_per_s))
-            verdict.findings = check_pool(self._checked, look)
+            verdict.findings = check_pool(self._to_check, look)
             verdict.versions = len(ids)
             with contextlib.suppress(CorruptionError):
                 verdict.removed = len(ids - self.reader.catalogue().ids())
@@ -346,7 +346,7 @@ class PoolPlace(OpenPlace):
         return on_disk(self.reader.medium.info.name)
 
     @property
-    def _checked(self) -> str | PoolReader:
+    def _to_check(self) -> str | PoolReader:
         # The file itself, so that a pool with damaged first pages has findings too.
         return self.place.path
 
@@ -465,5 +465,5 @@ class HostPlace(PoolPlace):
         return len(self.place.address.each)
 
     @property
-    def _checked(self) -> PoolReader:
+    def _to_check(self) -> PoolReader:
         return self.reader

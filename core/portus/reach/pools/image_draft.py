@@ -99,16 +99,15 @@ class ImageDraft:
         return self._draft.kept_bytes
 
     def copy(self, indices: Column, address: Column, stop: Stop) -> Digests:
-        rows = self._rows(indices)
-        crcs = np.zeros(len(rows), np.uint32)
-        digests = self._with_room(lambda: self._draft.copy(indices, address, stop, crcs))
-        self._digests[rows], self._crcs[rows] = digests, crcs
-        return digests
+        return self._copy(indices, lambda crcs: self._draft.copy(indices, address, stop, crcs))
 
     def copy_fed(self, indices: Column, feeds: Sequence[Feed], stop: Stop) -> Digests:
+        return self._copy(indices, lambda crcs: self._draft.copy_fed(indices, feeds, stop, crcs))
+
+    def _copy(self, indices: Column, copy: Callable[[Crcs], Digests]) -> Digests:
         rows = self._rows(indices)
         crcs = np.zeros(len(rows), np.uint32)
-        digests = self._with_room(lambda: self._draft.copy_fed(indices, feeds, stop, crcs))
+        digests = self._with_room(lambda: copy(crcs))
         self._digests[rows], self._crcs[rows] = digests, crcs
         return digests
 
