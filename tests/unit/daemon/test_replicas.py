@@ -659,7 +659,7 @@ def test_a_first_host_with_the_newest_alone_removes_nothing_at_a_host_that_nobod
         ):
             record = pool.record(entry)
             draft = PoolDraft(first.house.pools.of("default").writer, record.length)
-            draft.commit(copy_version(pool, record, draft, Stop(), None, draft.share_stored))
+            draft.commit(copy_version(pool, record, draft, Stop(), None))
             draft.release()
         with serving(tmp_path / "first", replica=url(second)) as first:
             with pytest.raises(StaleError, match=r"steps 1, 2 at .* are of no first host"):

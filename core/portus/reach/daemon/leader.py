@@ -329,7 +329,7 @@ class Leader(PoolCopier):
                 draft = PoolDraft(self._writer, record.length)
                 try:
                     pool = self._there.pool
-                    labels = copy_version(pool, record, draft, Stop(), before, draft.share_stored)
+                    labels = copy_version(pool, record, draft, Stop(), before)
                     before = draft.commit(labels)
                 except CorruptionError as error:
                     if info is lacking[-1]:
@@ -388,14 +388,10 @@ class Leader(PoolCopier):
                 steady=is_late,
             )
             draft = HostDraft(pool, snapshot, term=self.term, commit=info.commit)
-
-            def share(before: VersionRecord, indices: np.ndarray, stop: Stop) -> bool:
-                return draft.share(before, indices, blank, stop)
-
             try:
                 before = self._newest_there(there)
                 try:
-                    labels = copy_version(self._writer, record, draft, stop, before, share)
+                    labels = copy_version(self._writer, record, draft, stop, before)
                 except CorruptionError as error:
                     self._skip(info, error)
                     return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -19,9 +19,6 @@ from portus.reach.index.reader import PoolReader
 from portus.reach.index.records import VersionRecord
 from portus.reach.versions.parts import part, share, sources
 
-ShareStored = Callable[[VersionRecord, Column, Stop], bool]
-"""Lets a draft share storages of a version of its own pool; False if that does not have them."""
-
 
 def copy_version(
     reader: PoolReader,
@@ -29,11 +26,9 @@ def copy_version(
     draft: Draft,
     stop: Stop,
     known: VersionRecord | None,
-    share_stored: ShareStored,
 ) -> Labels:
     """Copy all storages of a version, which the caller pins, to ``draft``; return the labels for
-    its commit. known: a version in the pool of the draft. What equals that is shared by
-    ``share_stored``.
+    its commit. known: a version in the pool of the draft. What equals that is shared.
 
     Raises ``CorruptionError`` if the bytes are not those that were saved, and what both pools
     raise.
@@ -42,7 +37,7 @@ def copy_version(
     left = np.arange(len(lengths))
     if known is not None:
         same = _equal(record, known)
-        if len(same) and share_stored(known, same, stop):
+        if len(same) and draft.share(known, same, np.zeros_like(same), stop):
             left = np.setdiff1d(left, same)
     room = np.empty(min(UNIT, int(lengths.sum())), np.uint8)
     for batch in _batches(left, lengths):

@@ -128,18 +128,13 @@ class PoolDraft:
 
     def share(self, before: Previous, indices: Column, address: Column, stop: Stop) -> bool:
         assert isinstance(before, VersionRecord), "a pool shares with its own versions"
-        return self.share_stored(before, indices, stop)
-
-    def share_stored(self, record: VersionRecord, indices: Column, stop: Stop) -> bool:
-        """Share storages of a version, if the medium still holds the saved bytes. Return False if
-        not, and nothing changed."""
-        group = share(record, indices)
+        group = share(before, indices)
         # Held first: if the version is still there after this, its pages stay.
         self._held.append(self._writer.hold(group.extents["offset"], group.extents["length"]))
-        if record.info.id not in self._writer.catalogue().ids():
+        if before.info.id not in self._writer.catalogue().ids():
             return False  # it was retired just before
-        address = np.ones(len(indices), np.int64)
-        moved = sources(address, self._lengths[indices], group.extents)
+        # The bytes of the pool are hashed, not those at ``address``: they may have rotted.
+        moved = sources(np.ones_like(indices), self._lengths[indices], group.extents)
         if not np.array_equal(check(self._writer.medium, moved, stop), group.digests):
             return False
         self._groups.append(group)

@@ -155,7 +155,7 @@ def share(guest: Guest, message: said.Share) -> Said:
     # The medium must still hold the saved bytes. The client's own digests are compared when
     # it confirms.
     with guest.hashing() as stop:
-        if not draft.pool.share_stored(record, indices, stop):
+        if not draft.pool.share(record, indices, np.zeros_like(indices), stop):
             return said.Done(granted=False)
     draft.claim(indices)
     draft.shared_bytes += int(lengths.sum())
