@@ -95,7 +95,6 @@ LARGE = {
     "reach/training/file_mirror: DirectoryMirror": "the same: one lock, one note",
     "engine/directory/publisher": "one state machine: drafts, holds, spares, redo markers",
     "engine/directory/publisher: Publisher": "one state machine, under one lock",
-    "reach/index/pool": "one writer of one pool: space, commits and retirement share it",
     "reach/index/pool: PoolWriter": "space, commits and retirement change one root; what"
     " can be apart is (free_space, line, roots, keep)",
     "engine/pipeline/run: Save": "the stages of one save, under one lock",

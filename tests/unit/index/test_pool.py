@@ -287,14 +287,13 @@ class Contended(PoolWriter):
 
     others = 2
 
-    def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
-        grown = super()._grow(pages, contiguous=contiguous)
+    def _grow(self, pages: int, *, contiguous: bool) -> None:
+        super()._grow(pages, contiguous=contiguous)
         if self.others:
             self.others -= 1
             other = threading.Thread(target=lambda: taken.append(self.reserve(4 << 20)))
             other.start()
             other.join(20)
-        return grown
 
 
 taken: list[list[Extent]] = []

@@ -123,9 +123,7 @@ class PoolWriter(PoolReader):
         if extents is None:
             # Growing and settling take turns with commits; while waiting, space may become free.
             with self._committing:
-                extents = self._space.take(wanted)
-                if extents is None:
-                    extents = self._make_room(wanted)
+                return self._space.take(wanted) or self._make_room(wanted)
         return extents
 
     def hold(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> list[Extent]:
@@ -360,24 +358,23 @@ class PoolWriter(PoolReader):
         """Make room: by retired versions first, then by growth, and from spared pages last."""
         # Growing first would make a pool larger than its versions need, and one with ``max_bytes``
         # would fail with space to spare.
-        if self._settle():
-            extents = self._space.take(wanted)
-            if extents is not None:
-                return extents
+        self._settle()
+        try:
+            return self._grow_for(wanted)
+        except MediumError as error:
+            ended = [each() for each in self.yields]
+            extents = self._space.take(wanted) if any(ended) else None
+            extents = extents or self._scrape(replace(wanted, spare=0), error)
+            if extents is None:
+                raise
+            return extents
+
+    def _grow_for(self, wanted: SpaceRequest) -> list[Extent]:
+        """Reserve space, after growth if that is needed. Raise ``MediumError``."""
         # Ends: another thread may take the added pages, but then it has all that it wanted.
-        while True:
-            try:
-                self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
-            except MediumError as error:
-                ended = [each() for each in self.yields]
-                extents = self._space.take(wanted) if any(ended) else None
-                extents = extents or self._scrape(replace(wanted, spare=0), error)
-                if extents is None:
-                    raise
-                return extents
-            extents = self._space.take(wanted)
-            if extents is not None:
-                return extents
+        while (extents := self._space.take(wanted)) is None:
+            self._grow(self._space.missing(wanted), contiguous=wanted.contiguous)
+        return extents
 
     def _scrape(self, wanted: SpaceRequest, why: MediumError) -> list[Extent] | None:
         """Return room where the pool cannot grow: from spared pages, or by returning many small
@@ -387,17 +384,14 @@ class PoolWriter(PoolReader):
         # A file system may need a few blocks to note what is given back.
         if scattered and self.give_back((wanted.pages + 8) * PAGE):
             with contextlib.suppress(MediumError):
-                self._grow(wanted.pages, contiguous=True)
-                extents = self._space.take(wanted)
+                return self._grow_for(wanted)
         return extents
 
-    def _settle(self) -> bool:
+    def _settle(self) -> None:
         """Commit the same catalogue once more if only the older root reaches some pages, so that
-        they can be used. Return False if that frees nothing."""
-        if len(self._roots) < 2 or self._roots[0].ids() >= self._roots[1].ids():
-            return False
-        self._commit_again()
-        return True
+        they can be used."""
+        if len(self._roots) == 2 and not self._roots[0].ids() >= self._roots[1].ids():
+            self._commit_again()
 
     def _commit_again(self) -> None:
         """Commit the same catalogue again, so that both slots reach it, and no other."""
@@ -407,54 +401,48 @@ class PoolWriter(PoolReader):
         self._persist_root(root)
         self._space.advance([again, current], {})
 
-    def _grow(self, pages: int, *, contiguous: bool = False) -> list[Extent]:
-        """Add pages: first those that were returned, then new ones at the end. Return their
-        extents. Raise ``MediumError``."""
+    def _grow(self, pages: int, *, contiguous: bool) -> None:
+        """Add pages: first those that were returned, then new ones at the end. Raise
+        ``MediumError``."""
         if pages <= 0:
-            return []
+            return
         try:
             self._look()  # truncated bytes would come back as zeros
         except CorruptionError as error:
             raise MediumError(errno.EIO, str(error)) from error
         # Holes first: they are within the size, which ``max_bytes`` bounds.
-        filled = self._fill_holes(pages, contiguous=contiguous)
-        pages -= page_count(extents_runs(filled))
+        pages -= self._fill_holes(pages, contiguous=contiguous)
         if not pages:
-            return filled
-        before = self.medium.size
-        exact = before + pages * PAGE
+            return
+        exact = self.medium.size + pages * PAGE
         size = exact + -exact % _GROWTH
         if self.max_bytes is not None:
             size = min(size, self.max_bytes - self.max_bytes % PAGE)
             if size < exact:
                 why = f"max_bytes is {self.max_bytes}"
                 raise MediumError(errno.ENOSPC, self._full(pages, why, contiguous=contiguous))
-        self._grow_to(size, exact)
-        return [*filled, Extent(before, self.medium.size - before)]
-
-    def _grow_to(self, size: int, at_least: int) -> None:
         try:
             self.medium.grow(size)
         except MediumError as error:
-            if error.errno not in OUT_OF_SPACE or size == at_least:
+            if error.errno not in OUT_OF_SPACE or size == exact:
                 raise
             # The needed pages may fit even if a whole step does not.
-            self.medium.grow(at_least)
+            self.medium.grow(exact)
 
-    def _fill_holes(self, pages: int, *, contiguous: bool) -> list[Extent]:
-        """Fill holes of ``pages`` pages at most; return their extents."""
+    def _fill_holes(self, pages: int, *, contiguous: bool) -> int:
+        """Fill holes of ``pages`` pages at most; return how many."""
         extents = self._space.choose_holes(pages, contiguous=contiguous)
         if not extents:
-            return []
+            return 0
         assert isinstance(self.medium, SparseMedium)
         try:
             self.medium.fill(extents)
         except MediumError as error:
             if error.errno not in OUT_OF_SPACE:
                 raise
-            return []  # there may be less at the end
+            return 0  # there may be less at the end
         self._space.fill(extents)
-        return extents
+        return page_count(extents_runs(extents))
 
     def _full(self, pages: int, why: str, *, contiguous: bool) -> str:
         pinned = self._space.pinned_versions()  # first: a reader that unpins makes room
@@ -491,11 +479,9 @@ class PoolWriter(PoolReader):
         pages = -(-length // PAGE)
         wanted = SpaceRequest(pages, True, pages_for_records(pages), apart=True)
         # Far from the records: one bad block of a disk must not take both.
-        extents = self._space.take(wanted)
-        if extents is None:
-            with contextlib.suppress(MediumError):
-                self._grow(wanted.pages + wanted.spare, contiguous=True)
-                extents = self._space.take(wanted)
+        extents = None
+        with contextlib.suppress(MediumError):
+            extents = self._grow_for(wanted)
         if extents is None and not self._cramped:
             _log.warning(
                 "%s: no space for copies of records, which survive a damaged page: make room for "

@@ -67,9 +67,8 @@ class Slot(NamedTuple):
     root: Root
 
 
-def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
-    """Make an empty pool over whatever the medium holds, durable on return. uuid: its identity;
-    None: a random one.
+def format_pool(medium: Medium) -> None:
+    """Make an empty pool over whatever the medium holds, durable on return.
 
     No other process may have it open. If the making is interrupted, the earlier contents are still
     a pool, or the medium is blank, or it holds no pool.
@@ -83,7 +82,7 @@ def format_pool(medium: Medium, uuid: bytes | None = None) -> None:
         for extent in extents:
             medium.store(extent.offset, bytes(extent.length))
         medium.persist(extents)
-    uuid = uuid or os.urandom(16)
+    uuid = os.urandom(16)
     roots = [Root(sequence, 1, DATA_START, NOWHERE) for sequence in (0, 1)]
     for places in ((2, 3), (0, 1)):
         medium.persist([each for root in roots for each in store_root(medium, uuid, root, places)])
