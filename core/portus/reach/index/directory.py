@@ -56,18 +56,15 @@ def pools_at(place: Place) -> list[Place]:
     if place.hosts:
         return place.hosts
     if os.path.isdir(place.path):
-        names = sorted(name for name in os.listdir(place.path) if _is_pool_name(name))
-        pools = map(place.pool_in, names)
+        # No hidden ones: drafts of files may be beside pools, see ``portus.engine.directory``.
+        names = [
+            each for each in os.listdir(place.path) if each.endswith(SUFFIX) and each[0] != "."
+        ]
+        pools = map(place.pool_in, sorted(names))
         return [pool for pool in pools if os.path.isfile(pool.path)]
     if not os.path.exists(place.path):
         raise UsageError(f"{place}: there is no file or directory of this name")
     return [place]
-
-
-def _is_pool_name(name: str) -> bool:
-    """Return whether a file name is that of a pool. Hidden names are not: drafts of files may be
-    beside pools, see ``portus.engine.directory``."""
-    return name.endswith(SUFFIX) and not name.startswith(".")
 
 
 def writer_of(pool: Place) -> str:

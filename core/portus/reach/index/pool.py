@@ -150,10 +150,8 @@ class PoolWriter(PoolReader):
         with self._committing:
             self._settle()
             pages = None if at_most is None else at_most // PAGE
-            return self.medium.discard(self._space.give_back(self._record_pages(), pages))
-
-    def _record_pages(self) -> int:
-        return spare_pages(merge(each.record_runs for each in self._roots))
+            spared = spare_pages(merge(each.record_runs for each in self._roots))
+            return self.medium.discard(self._space.give_back(spared, pages))
 
     def free_bytes(self) -> int:
         """Return the bytes that can be reserved without growth, holes not included."""
@@ -316,7 +314,10 @@ class PoolWriter(PoolReader):
         # space must not be reused before it is durable (decision 0002).
         self._slots.update({each.slot: each for each in read_roots(self.medium, self.uuid)})
         settle_roots(self.medium, self.uuid, self._slots.values())  # V2: before space is reused
-        self._store_holder()  # after that: a device with a page of it, and no root, is not blank
+        # After that: a device with a page of it, and no root, is not blank.
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
+        store_messages(self.medium, holder, read_failure(self.medium))
         roots = [current, *self._older(current)]
         entries = {entry.info.id: entry for each in reversed(roots) for entry in each.entries()}
         holes = self.medium.holes() if isinstance(self.medium, SparseMedium) else []
@@ -348,11 +349,6 @@ class PoolWriter(PoolReader):
         return it. Raise ``MediumError``."""
         self.medium.persist([Extent(HOLDER_OFFSET, HOLDER_SIZE)])
         return read_holder(self.medium)
-
-    def _store_holder(self) -> None:
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        holder = f"pid {os.getpid()} on {platform.node()}, since {since}"
-        store_messages(self.medium, holder, read_failure(self.medium))
 
     def _make_room(self, wanted: SpaceRequest) -> list[Extent]:
         """Make room: by retired versions first, then by growth, and from spared pages last."""

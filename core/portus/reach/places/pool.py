@@ -449,13 +449,9 @@ class HostPlace(PoolPlace):
             host.give_back()
 
     def disk_bytes(self) -> int:
-        return self._host.standing().taken
-
-    @property
-    def _host(self) -> HostPool:
         reader = self.reader
         assert isinstance(reader, HostPool)
-        return reader
+        return reader.standing().taken
 
     def _is_young(self, info: VersionInfo) -> bool:
         return info.time_ns > time.time_ns() - int(YOUNG_S * 1e9)

@@ -68,12 +68,6 @@ def allow(pool: PlaceName) -> None:
         ALLOWED.append(place)
 
 
-def _allowed_places() -> list[Place]:
-    """Return the configured places: ``$PORTUS_POOL`` first."""
-    variable = Place.by_variable()
-    return ([variable] if variable else []) + ALLOWED
-
-
 def load_text(text: str) -> object:
     """Return the state for the string in a pointer, which ``torch.load`` then returns. Raises as
     ``use_reference``."""
@@ -202,8 +196,8 @@ def _missing(reference: Reference, path: str | None, *, was_found: bool) -> Port
 
 def _candidates(reference: Reference, path: str | None) -> Iterator[tuple[Place, bool]]:
     """Yield the places where the version may be, and whether each is configured."""
-    seen = set()
-    for place in _allowed_places():
+    seen, variable = set(), Place.by_variable()
+    for place in [*([variable] if variable else []), *ALLOWED]:
         pools = place.readable
         with contextlib.suppress(UsageError):  # it may have been moved
             pools = pools or pools_at(place)

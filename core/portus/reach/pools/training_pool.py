@@ -142,9 +142,21 @@ class TrainingPool(Destination):
     def at_paths(
         self, new: Sequence[NewFile], images: Sequence[Image], snapshot: Snapshot
     ) -> Sequence[Image]:
-        """Return pointers."""
-        paths = [each.real for each in new if each.real]
-        return [bytes_image(encode(self._pointer(path, len(new), snapshot))) for path in paths]
+        """Return pointers: each to the file of its name in the version of ``snapshot``."""
+        pointers = [
+            Reference(
+                token=snapshot.token.hex(),
+                pool=self._open_home.pool.uuid.hex(),
+                pool_path=str(self.place),
+                model=self.model,
+                step=snapshot.step,
+                written_path=each.real,
+                files=len(new),
+            )
+            for each in new
+            if each.real
+        ]
+        return [bytes_image(encode(each)) for each in pointers]
 
     def draft(
         self,
@@ -195,19 +207,6 @@ class TrainingPool(Destination):
                 error,
             )
 
-    def _pointer(self, path: str, files: int, snapshot: Snapshot) -> Reference:
-        """Return the pointer for ``path``, which is absolute: to the file of that name in the
-        version of ``snapshot``, which has that many files. The pool is open."""
-        return Reference(
-            token=snapshot.token.hex(),
-            pool=self._open_home.pool.uuid.hex(),
-            pool_path=str(self.place),
-            model=self.model,
-            step=snapshot.step,
-            written_path=path,
-            files=files,
-        )
-
     def pointer_at(self, path: str) -> Reference | None:
         """Return the pointer at ``path``, if it was written for that path, and refers to one of the
         places. Raises ``MediumError``."""
@@ -240,10 +239,6 @@ class TrainingPool(Destination):
         else:
             with contextlib.closing(HostPool(pointer.pool_path)) as other_host:
                 other_host.let_go(tokens)
-
-    def retire(self, token: bytes) -> None:
-        """Remove a version, if it exists. The pool is open."""
-        self._open_home.pool.let_go([token])
 
     def journal(self) -> str | None:
         """Return the directory of the journals of this pool; None if it is not open."""
@@ -357,7 +352,7 @@ class PointerDraft(ImageDraft):
             self._files.publish()
         except AbandonedError:
             # A signal handler wrote newer files at the paths, so no pointer refers to this version.
-            self._pool.retire(labels.token)
+            self._pool.open().let_go([labels.token])
             raise
         # Only now: until the new pointer has its name, the old one needs its version.
         for old in {old.token: old for old in replaced}.values():
