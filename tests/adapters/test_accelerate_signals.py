@@ -14,14 +14,14 @@ import torch
 import portus
 import portus_accelerate
 from portus.engine.directory.publisher import Publisher
-from portus.engine.paths.saver import FileSaver
+from portus.engine.fence.snapshot import CopyPlanner
 from tests.adapters.launching import run_program
 from tests.adapters.test_accelerate_states import FILES, Scene, closed, same
 from tests.moments import at
 
 __all__ = ["closed"]
 
-MOMENTS = [FileSaver._snapshot, Publisher.begin]
+MOMENTS = [CopyPlanner.plan, Publisher.begin]
 
 
 def interrupted(scene: Scene, moment: Any, directory: Path, inner: Path) -> list[torch.Tensor]:
@@ -85,7 +85,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from portus.engine.paths.saver import FileSaver
+from portus.engine.fence.snapshot import CopyPlanner
 from tests.adapters.test_accelerate_states import Scene
 from tests.adapters.launching import run_program
 from tests.moments import at
@@ -100,7 +100,7 @@ def handle(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 signal.signal(signal.SIGUSR1, handle)
-with at("call", FileSaver._snapshot, lambda: signal.raise_signal(signal.SIGUSR1)):
+with at("call", CopyPlanner.plan, lambda: signal.raise_signal(signal.SIGUSR1)):
     scene.accelerator.save_state(str(root / "latest"))
 """
 

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from portus.engine.directory.publisher import Publisher
 from portus.engine.fence.fence import Fence
-from portus.engine.paths.saver import FileSaver
+from portus.engine.fence.snapshot import CopyPlanner
 from portus_lightning import PortusIO
 from tests.adapters.tiny import BATCHES, NO_FUSS, Net, every_step, loader, same, trainer
 from tests.moments import Lines, at
@@ -23,7 +23,7 @@ from tests.moments import Lines, at
 pytestmark = NO_FUSS
 
 # Where locks are held, or the copy of a save is waited for.
-MOMENTS = [FileSaver._snapshot, Publisher.begin, Fence._await_copy]
+MOMENTS = [CopyPlanner.plan, Publisher.begin, Fence._await_copy]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import ctypes
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,6 @@ from portus.engine.fence.fence import Fence
 from portus.engine.fence.snapshot import Suspects, copy_order
 from portus.engine.media import write_watch
 from portus.engine.pipeline.audit import AuditMethod
-from portus.engine.pipeline.plan import Snapshot
 from portus.engine.pipeline.run import Save
 from portus.engine.settings.keep import Keep
 from portus.engine.state.contents import JoinedStorages
@@ -165,18 +164,12 @@ class Search:
         wanted = [_bytes(storage) for storage in joined.storages]
         order = copy_order(joined.storages, joined.owned_storages, {}, self.suspects.turn())
         assert order.late.any()
-        snapshot = Snapshot(
+        snapshot = replace(
+            order,
             model="m",
             step=self.cases,
             token=rng.randbytes(16),
-            address=order.address,
-            length=order.length,
-            late=order.late,
-            steady=np.zeros(len(order.late), np.bool_),
-            guarded=order.guarded,
             changes=joined.changes,
-            owners=joined.storages,
-            exposed=order.exposed,
             keep=Keep(last=1),
         )
         owner = _Owner(self.bench, self.way)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,7 +15,7 @@ from portus.engine.fence.device import CopyChoice, DeviceFeed, feeds_of
 from portus.engine.fence.fence import steps_seen
 from portus.engine.fence.writers import classify, pointer, with_kin
 from portus.engine.media import write_watch
-from portus.engine.pipeline.plan import Column, Feed, Flags
+from portus.engine.pipeline.plan import Feed, Snapshot
 from portus.engine.pipeline.run import Save
 from portus.engine.state.contents import JoinedStorages
 
@@ -67,9 +66,9 @@ class CopyPlanner:
         self._placing: CopyChoice | None = None
         self._steps_at_last = -1
 
-    def plan(self, joined: JoinedStorages, fenced: Sequence[torch.Tensor]) -> CopyOrder:
-        """Return the order for the storages of a save. fenced: tensors that their writer changes
-        only after a wait for the fence."""
+    def plan(self, joined: JoinedStorages, fenced: Sequence[torch.Tensor]) -> Snapshot:
+        """Return the storages of a save, each late or at once. fenced: tensors that their writer
+        changes only after a wait for the fence."""
         is_late = self._mode is not SnapshotMode.SYNC
         feeds: dict[int, DeviceFeed] = {}
         copies: set[int] = set()
@@ -102,28 +101,17 @@ class CopyPlanner:
         return self._placing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyOrder:
-    """The choice for each storage, late or at once: columns of ``Snapshot``."""
-
-    feeds: Mapping[int, Feed]
-    address: Column
-    length: Column
-    late: Flags
-    guarded: frozenset[int]
-    exposed: Column
-
-
 def copy_order(
     storages: Sequence[torch.UntypedStorage],
     owned: Collection[int],
     feeds: Mapping[int, Feed],
     suspects: frozenset[int] | None,
     fenced: frozenset[int] = frozenset(),
-) -> CopyOrder:
-    """Return the order for ``storages``. owned, feeds: indices of those that are private copies, or
-    are fed. suspects: data pointers that are not copied late; None: copy nothing late. fenced:
-    those that their writer changes only after a wait for the fence."""
+) -> Snapshot:
+    """Return ``storages`` with the choice for each, late or at once; steady: none. owned, feeds:
+    indices of those that are private copies, or are fed. suspects: data pointers that are not
+    copied late; None: copy nothing late. fenced: those that their writer changes only after a wait
+    for the fence."""
     late = np.zeros(len(storages), np.bool_)
     pointers = np.array([storage.data_ptr() for storage in storages], np.int64)
     if suspects is not None:
@@ -139,11 +127,13 @@ def copy_order(
     late = late & ~exposed
     guarded = late.copy()
     guarded[list(owned)] = False  # private copies: no other code can write them
-    return CopyOrder(
+    return Snapshot(
         feeds=feeds,
         address=address,
         length=length,
         late=late,
+        steady=np.zeros_like(late),
         guarded=frozenset(pointers[guarded].tolist()) - {0},
+        owners=storages,
         exposed=np.flatnonzero(exposed),
     )

@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -42,7 +42,7 @@ from portus.engine.paths.written_file import write_now
 from portus.engine.pipeline.audit import Audit, Auditor, LateStorages
 from portus.engine.pipeline.draft import CommittedVersion, Draft
 from portus.engine.pipeline.handle import EndedSave, SaveHandle, SaveStats, note_newest
-from portus.engine.pipeline.plan import Flags, Previous, Snapshot
+from portus.engine.pipeline.plan import Flags, Previous
 from portus.engine.pipeline.request import SaveRequest
 from portus.engine.pipeline.run import Save, SaveOwner
 from portus.engine.state.contents import FileContents, JoinedStorages
@@ -279,7 +279,18 @@ class FileSaver:
         images = [each.contents.image(each.said, request.note) for each in new]
         joined = JoinedStorages([each.contents for each in new])
         self.destination.open()
-        snapshot = self._snapshot(name_of(new), joined, request, fenced)
+        planned = self.planner.plan(joined, fenced)
+        has_stepped = self.planner.has_stepped()
+        snapshot = replace(
+            planned,
+            model=name_of(new),
+            step=request.step,
+            token=os.urandom(16),
+            steady=self.destination.steady(planned.late, unchanged=not has_stepped),
+            changes=joined.changes,
+            metrics=request.metrics,
+            keep=request.keep,
+        )
         paths = {each.real: each.said for each in new if each.real}
         owner = _Owner(self, request, len(new), joined.describer())
         contents = self.destination.at_paths(new, images, snapshot)
@@ -311,32 +322,6 @@ class FileSaver:
             save.fail(error)
             raise
         return save
-
-    def _snapshot(
-        self,
-        name: str,
-        joined: JoinedStorages,
-        request: SaveRequest,
-        fenced: Sequence[torch.Tensor],
-    ) -> Snapshot:
-        planned = self.planner.plan(joined, fenced)
-        has_stepped = self.planner.has_stepped()
-        return Snapshot(
-            model=name,
-            step=request.step,
-            token=os.urandom(16),
-            address=planned.address,
-            length=planned.length,
-            late=planned.late,
-            steady=self.destination.steady(planned.late, unchanged=not has_stepped),
-            guarded=planned.guarded,
-            feeds=planned.feeds,
-            changes=joined.changes,
-            owners=joined.storages,
-            exposed=planned.exposed,
-            metrics=request.metrics,
-            keep=request.keep,
-        )
 
 
 @dataclass(frozen=True, slots=True)

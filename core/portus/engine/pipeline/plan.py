@@ -61,13 +61,13 @@ class Snapshot:
     see ``Labels``.
     """
 
-    model: str
-    step: int
-    token: bytes
     address: Column
     length: Column
     late: Flags
     steady: Flags
+    model: str = ""
+    step: int = 0
+    token: bytes = b""
     guarded: frozenset[int] = frozenset()
     feeds: Mapping[int, Feed] = field(default_factory=dict)
     changes: Callable[[], Column] | None = None
