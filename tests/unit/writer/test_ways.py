@@ -68,10 +68,3 @@ def test_small_files_say_nothing() -> None:
         assert ways.choose(kind, SIZE - 1) is Way.DIRECT
         ways.took(kind, Way.DIRECT, SIZE - 1, 9.0)
     assert ways.choose(kind, SIZE) is Way.DIRECT
-
-
-def test_where_nothing_is_written_directly_nothing_is_tried() -> None:
-    ways, kind = Ways(), Kind(1, False)
-    ways.note_refusal(1)
-    assert used(ways, kind, {Way.CACHED: 9.0, Way.DIRECT: 1.0}, 99) == [Way.CACHED] * 99
-    assert ways.choose(Kind(2, False), SIZE) is Way.DIRECT

@@ -176,10 +176,12 @@ class ImageFile:
         traits, is_in_place = file_system_of(self._fd, self._path)
         if not self._is_spare:  # a spare has its blocks
             self._allocate()
-        if not traits.volatile and self._ways.choose(self._kind, self.image.size) is Way.DIRECT:
-            if set_direct(self._fd, on=True):
-                return StagedWay(self._fd, self.image, self._ring)
-            self._ways.note_refusal(self._kind.device)  # O_DIRECT is not tried there again
+        if (
+            not traits.volatile
+            and self._ways.choose(self._kind, self.image.size) is Way.DIRECT
+            and set_direct(self._fd, on=True)
+        ):
+            return StagedWay(self._fd, self.image, self._ring)
         # Two threads that write to one file wait for each other; stores to its pages do not. Where
         # blocks are copied on write, a store may find no block, and end in SIGBUS.
         if self._is_spare and is_in_place and not traits.volatile:

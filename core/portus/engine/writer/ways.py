@@ -60,13 +60,11 @@ class Ways:
         self._files: Final[dict[Kind, int]] = {}
         self._had_most: Final[set[tuple[Kind, int]]] = set()
         """Files, by their sizes, that have most of their bytes before they are written."""
-        self._refused: Final[set[int]] = set()
-        """File systems without direct writes."""
 
     def choose(self, kind: Kind, size: int) -> Way:
         """Return the way for a file of ``size`` bytes."""
         with self._lock:
-            if kind.device in self._refused or (kind, size) in self._had_most:
+            if (kind, size) in self._had_most:
                 return Way.CACHED
             if size < MEASURED_MIN:  # too little to tell, so it does not count as a try
                 return self._preferred_way(kind)
@@ -77,11 +75,6 @@ class Ways:
                 return kind.ways[tried[1] < tried[0]]
             # Disks and neighbours change, so the other way is measured again now and then.
             return preferred if number % AGAIN else kind.ways[preferred is kind.ways[0]]
-
-    def note_refusal(self, device: int) -> None:
-        """Note that this file system refuses direct writes."""
-        with self._lock:
-            self._refused.add(device)
 
     def took(self, kind: Kind, way: Way, size: int, seconds: float, kept: int = 0) -> None:
         """Note how long ``size`` bytes took, from the first one to all of them on the medium. kept:
