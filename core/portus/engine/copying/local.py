@@ -295,7 +295,9 @@ def _arrive(
                 _move_arrived(call, batch, place, keep=keep)
 
     batches = segments.batches(SCRATCH, gap=PAGE)
-    if _gains_by_two(segments, call.engine):
+    # Of small segments in pure Python, two threads would compete for its lock.
+    is_shared = segments.size > LOAD * len(segments) or not isinstance(call.engine, PurePython)
+    if is_shared and segments.size >= TWO_THREADS_MIN:
         share_work(work, batches, 2, "portus-copying")
     else:
         work(batches)
@@ -356,12 +358,6 @@ def _places(batch: Segments, runs: list[Extent], scratch: Buffer) -> Column:
     run_of = np.searchsorted(run_start, batch.offset, "right") - 1
     place = np.cumsum(run_length) - run_length - run_start
     return scratch.ctypes.data + place[run_of] + batch.offset
-
-
-def _gains_by_two(segments: Segments, engine: Engine) -> bool:
-    """Return False for small segments in pure Python: two threads would compete for its lock."""
-    many = segments.size >= TWO_THREADS_MIN
-    return many and (segments.size > LOAD * len(segments) or not isinstance(engine, PurePython))
 
 
 def _rows(segments: Segments) -> Iterator[tuple[int, int, int]]:

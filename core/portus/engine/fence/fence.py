@@ -108,7 +108,8 @@ class Fence:
             _count_saves()
             _unhook_steps()
             if not _fences:
-                _take_off_guards()
+                while _patched:
+                    _patched.popitem()[1]()
                 writers.forget()
 
     def _wait_for(self, optimizer: Optimizer) -> None:
@@ -308,13 +309,6 @@ def _put_on_guards() -> None:
                 _patched[guarded] = restore
 
 
-def _take_off_guards() -> None:
-    """Restore every function. One that other code has patched since stays as it is; our wrapper
-    within it only passes calls on."""
-    while _patched:
-        _patched.popitem()[1]()
-
-
 def _patch(guarded: GuardedFunction) -> Callable[[], None] | None:
     """Install the guard, and return what restores the function; None if that is not loaded, or not
     in this version."""
@@ -336,7 +330,8 @@ def _patch(guarded: GuardedFunction) -> Callable[[], None] | None:
     setattr(owner, name, ours)
 
     def restore() -> None:
-        # Other code patched it since, over ours: restoring it would remove that.
+        # Other code patched it since, over ours: restoring it would remove that. Our wrapper within
+        # it only passes calls on.
         if vars(owner).get(name) is not ours:
             return
         # If it were set, the class would no longer see a change of its base.

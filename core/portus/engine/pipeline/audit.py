@@ -261,8 +261,8 @@ class Auditor:
         # Per GiB, a watch takes 0.07 ms with huge pages and 31 to 50 ms without; digests take 26
         # (decision 0051). So each save compares the two.
         big = np.flatnonzero(late.length >= WATCHED_MIN)
-        hash_s = late.size / self._bytes_per_s
-        watch_s = self._watch_s(late, big)
+        hash_s, big_size = late.size / self._bytes_per_s, late.part(big).size
+        watch_s = (late.size - big_size) / self._bytes_per_s + big_size * self._watch_s_per_byte
         if len(big) and watch_s <= min(hash_s, limit_s):
             watched = self._watch(late, stop, big)
             if watched is not None:
@@ -283,11 +283,6 @@ class Auditor:
                 return
             yield
         self._dear, self._watch_s_per_byte = None, 0.0
-
-    def _watch_s(self, late: LateStorages, big: Column) -> float:
-        """Return the seconds that watching costs training."""
-        small = late.size - late.part(big).size
-        return small / self._bytes_per_s + late.part(big).size * self._watch_s_per_byte
 
     def _watch(self, late: LateStorages, stop: Stop, big: Column) -> WatchAudit | None:
         part = late.part(big)
