@@ -51,7 +51,7 @@ EXPLORATIONS: Final[Mapping[str, tuple[Plans, tuple[int, ...], int]]] = {
     "save, share": ((save_three, save_one), (70, 4), 1000),
     "save, retire, use space again": ((save_and_retire, save_one), (75, 4), 1300),
     "several clients, one commit": ((save_together, save_one), (50, 4), 1900),
-    "retire by itself": ((retire_by_itself,), (150,), 1900),
+    "retire by itself": ((retire_by_itself,), (170,), 1900),
     "grow": ((grow, save_one), (70, 4), 850),
     "give space back": ((give_back, save_one), (40, 3), 1000),
     "give space back in a run": ((give_back_and_go_on,), (60,), 850),
