@@ -120,11 +120,12 @@ def _write_version(
         if options.names or options.strip:
             raise UsageError(f"{title} has several files, and --names is for one of them: --file")
         size = sum(each.size for each in opened.files.values())
-        with in_place(
-            options.out, force=options.force, made=names.__contains__, size=size
-        ) as directory:
+        made = {name.partition("/")[0] for name in names}.__contains__
+        with in_place(options.out, force=options.force, made=made, size=size) as directory:
             for name, file in opened.files.items():
-                _write(file, name, os.path.join(directory, name))
+                path = os.path.join(directory, name)
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                _write(file, name, path)
         return WrittenExport(exact=True)
     name = options.file or names[0]
     if name not in names:

@@ -334,7 +334,7 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
         files.claim("a test", bytes(16))
         sent = {}
         for path in paths:
-            Path(path).parent.mkdir(exist_ok=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_bytes(path.encode() * 9)
             with open_file(path) as file:
                 sent[path] = files.upload(path, file, Stop(), time_ns=step)
@@ -350,9 +350,11 @@ def test_links_and_parts_of_checkpoints_in_a_mirror_are_no_checkpoints_of_their_
     said = portus("rm", f"{url}/gpt@2")
     assert (said.code, "last.pt points to it" in said.err) == (2, True)
     assert portus("rm", f"{url}/gpt@1").code == 0
-    upload(3, "c-3/model.safetensors", "c-3/optimizer.bin")
-    assert portus("export", f"{url}/gpt@3", "out").code == 0
-    assert sorted(os.listdir("out")) == ["model.safetensors", "optimizer.bin"]
+    upload(3, "c-3/model.safetensors", "c-3/rest/optimizer.bin")
+    for options in ((), ("--force",)):
+        assert portus("export", f"{url}/gpt@3", "out", *options).code == 0
+        assert Path("out/rest/optimizer.bin").read_bytes() == b"c-3/rest/optimizer.bin" * 9
+        assert sorted(os.listdir("out")) == ["model.safetensors", "rest"]
     upload(4, "4.pt")
     said = portus("rm", f"{url}/gpt", "--keep", "2")
     assert (said.code, "last.pt points to it" in said.err) == (2, True)

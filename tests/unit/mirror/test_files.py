@@ -464,6 +464,9 @@ def test_a_directory_that_counts_keeps_its_files_where_another_one_is_found(
     files.count(files.checkpoints(upload(files, tmp_path, *both, *more)))
     [whole] = files.read().added
     assert whole.paths.keys() == {*both, *more}, "and the next save of it has all"
+    fresh.claim("a repair", RUN, passing=True)
+    fresh.restore([*lost, *fresh.checkpoints({both[0]: more["checkpoint-1/c.ckpt"]})])
+    assert fresh.state.added == (whole,), "what counts by now is not replaced"
 
 
 def test_files_are_one_checkpoint_only_in_a_directory_with_a_step_in_its_name(

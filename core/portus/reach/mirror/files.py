@@ -190,6 +190,9 @@ class MirroredFiles(Mirror):
             self._delete(self._uncounted - self.state.sizes.keys())
         self._uncounted.clear()
 
+    def _counted_paths(self) -> set[str]:
+        return {path for each in self.state.added for path in each.paths}
+
     def below(self, path: str) -> list[Added]:
         """Return the checkpoints at ``path`` and below."""
         return [each for each in self.state.added if each.is_in(path)]
@@ -217,7 +220,7 @@ class MirroredFiles(Mirror):
         read. Of a directory with a step in its name, none if one of its files has no digest: its
         upload had not ended. ``time_ns``: of the upload."""
         there = {each.name: each for each in self.objects_without_entry()}
-        counted = {path for each in self.state.added for path in each.paths}
+        counted = self._counted_paths()
         partial = {
             _checkpoint_of(name)
             for name in there
@@ -256,8 +259,10 @@ class MirroredFiles(Mirror):
         return files[0]
 
     def restore(self, lost: Sequence[Added], saved_ns: Mapping[str, int] | None = None) -> None:
-        """Make checkpoints of ``find_lost`` count again. Call it after ``claim``. saved_ns: when
-        some of their files were saved, by their paths."""
+        """Make checkpoints of ``find_lost`` count again, but those at whose path one counts by now.
+        Call it after ``claim``. saved_ns: when some of their files were saved, by their paths."""
+        counted = self._counted_paths()
+        lost = [e for e in lost if e.path not in counted and not self.below(e.path)]
         known, tokens = saved_ns or {}, {each.token for each in lost}
         every = sorted([*lost, *self.state.checkpoints], key=_step_of, reverse=True)
         facts, before_ns = [], math.inf
