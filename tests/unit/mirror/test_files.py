@@ -427,7 +427,7 @@ def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     sent: dict[str, FileObject] = {}
-    for name in ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt"):
+    for name in ("checkpoint-1/a.ckpt", "checkpoint-1/custom_checkpoint_0.pkl"):
         sent |= upload(files, tmp_path, name)
         assert files.find_lost() == []
     files._put_digest(sent["checkpoint-1/a.ckpt"])
@@ -450,7 +450,7 @@ def upload(files: MirroredFiles, folder: Path, *names: str) -> dict[str, FileObj
 def test_a_directory_that_counts_keeps_its_files_where_another_one_is_found(
     tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
-    both = ("checkpoint-1/a.ckpt", "checkpoint-1/b.ckpt")
+    both = ("checkpoint-1/a.ckpt", "checkpoint-1/custom_checkpoint_0.pkl")
     files.count(files.checkpoints(upload(files, tmp_path, *both)))
     more = upload(files, tmp_path, "checkpoint-1/c.ckpt")
     files._put_digest(more["checkpoint-1/c.ckpt"])

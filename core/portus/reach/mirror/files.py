@@ -51,6 +51,8 @@ BY_HAND: Final = (
 
 _DIGEST: Final = re.compile(rf"[0-9a-f]{{{2 * DIGEST_SIZE}}}")
 
+_NAMED_BY_STEP: Final = re.compile(r"step[=_-]?[0-9]")
+
 _COPIES: Final = 3
 """Tries of a copy in the store. Each has another name: a late copy has the bytes that replaced the
 file meanwhile."""
@@ -315,9 +317,9 @@ def _step_of(added: Added) -> int:
 
 def _checkpoint_of(path: str) -> str:
     """Return the path of the checkpoint that the file at ``path`` is of: the highest directory with
-    a step in its name, unless the file itself has one."""
+    a step in its name, unless the file itself is named by its step."""
     *above, name = path.split("/")
-    if step_in(name) is None:
+    if not _NAMED_BY_STEP.search(name):  # Accelerate's custom_checkpoint_0.pkl is not
         for count, each in enumerate(above, 1):
             if step_in(each) is not None:
                 return "/".join(above[:count])
