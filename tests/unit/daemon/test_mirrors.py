@@ -28,6 +28,7 @@ from tests.hosts import Host, serving, url
 from tests.moments import until
 from tests.same import assert_same
 from tests.unit.cli.scene import pointing
+from tests.unit.cli.scene import portus as portus_command
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pools are written on Linux only")
 
@@ -125,7 +126,11 @@ def test_the_newest_versions_that_were_removed_stay_in_the_mirror_and_are_not_fe
             assert pool.steps("net") == [5, 6]
         saver.save(state(7), 7).wait()
     assert steps(bucket) == [5, 6, 7]
-    assert_same(portus.load(f"{bucket}/default/net@5"), state(5))
+    with serving(tmp_path / "fresh", mirrors=TenantMirrors(bucket, keep=1)) as server:
+        assert portus_command("rm", "net@7", "--pool", url(server)).code == 0
+    assert steps(bucket) == [6, 7]
+    assert_same(portus.load(f"{bucket}/default/net"), state(6))
+    assert_same(portus.load(f"{bucket}/default/net@7"), state(7))
 
 
 def test_what_a_claim_fetched_from_a_replica_is_mirrored_without_a_commit(

@@ -236,9 +236,9 @@ class State(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def checkpoints(self) -> list[Added]:
-        """All but links, oldest first."""
+        """All but links, oldest first; before them those that were removed and are kept."""
         found = [each for each in self.added if not each.link]
-        return sorted(found, key=lambda each: each.place)
+        return sorted(found, key=lambda each: (not each.retired, each.place))
 
     @property
     def links(self) -> dict[str, str]:

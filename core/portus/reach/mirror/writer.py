@@ -154,8 +154,8 @@ class Writer(MirrorLog):
         ever retired: the store has these still, and no machine fetches them. Raises as
         ``remove``."""
         gone = {*tokens, *(each.token for each in self.state.added if each.retired)}
-        old = [each for each in self.state.checkpoints if each.token in gone]
-        kept = old[len(old) - keep :] if keep else []
+        old = [each for each in self.state.added if each.token in gone and not each.link]
+        kept = sorted(old, key=lambda each: each.place, reverse=True)[:keep]
         self._note_all([replace(each, retired=True) for each in kept if not each.retired])
         self.remove(gone - {each.token for each in kept})
 

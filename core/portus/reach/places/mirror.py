@@ -145,7 +145,7 @@ class MirrorPlace(OpenPlace):
                 skipped[each] = error
                 continue
             # By term first: a late upload of an old run counts as old (decision 0141).
-            every = sorted(state.added, key=lambda added: added.place)
+            every = sorted(state.added, key=lambda added: (not added.retired, added.place))
             for number, added in enumerate(every, len(found) + 1):
                 info = added.info(each, number)
                 found.append(MirroredCheckpoint(self.place, info, mirror, added))
