@@ -34,10 +34,9 @@ NEWEST: Final = 20
 
 def file_document(file: StoredCheckpoint) -> dict[str, Json]:
     """Return the JSON document of a file."""
-    assert isinstance(file, StoredFile)
-    own = fields(file.info, "size", "time_ns")
+    own = {**fields(file.info, "size", "time_ns"), "time": words.moment(file.info.time_ns)}
     about = {"path": file.path, "step": file.step, "leads_to": file.leads_to or None}
-    return {**about, **own, "time": words.moment(file.info.time_ns)}
+    return {**about, **own, **file.details}
 
 
 def open_files(path: str) -> Places:

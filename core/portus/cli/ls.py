@@ -65,15 +65,7 @@ def _show_place(place: OpenPlace, every: bool, is_next: bool, output: Output) ->
             "versions": [
                 {**version_document(each.info), **table_document(table)} for each, table in tables
             ],
-            "files": [
-                {
-                    "path": each.path,
-                    **fields(each.info, "size", "step", "time_ns"),
-                    "link": each.leads_to or None,
-                    **each.details,
-                }
-                for each in paths
-            ],
+            "files": [files.file_document(each) for each in paths],
             **place.details(model),
         }
     sizes = [each.info.size for each in found if not each.path]

@@ -176,14 +176,15 @@ class Collection:
 class StoredCheckpoint(abc.ABC):
     """A checkpoint in a place. ``info.model`` is empty for a file in a directory.
 
-    ``path``: its path in its place, if it is a file there; else empty. ``leads_to``: the target of
-    a link or a pointer.
+    ``path``: its path in its place, if it is a file there; else empty. ``step``: None if nothing
+    tells that of a file. ``leads_to``: the target of a link or a pointer.
     """
 
     def __init__(self, place: Place, info: VersionInfo, path: str = "") -> None:
         self.place: Final = place
         self.info: Final = info
         self.path: Final = path
+        self.step: int | None = info.step
 
     @property
     def name(self) -> str:

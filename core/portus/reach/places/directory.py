@@ -62,8 +62,8 @@ CHECKS: Final = {
 
 
 class StoredFile(StoredCheckpoint):
-    """A checkpoint file. ``step``: that of the pointer or in the name, else None. ``pointer``: its
-    contents, if the file is one; then ``size`` is the pointer's own."""
+    """A checkpoint file. ``step``: that of the pointer or in the name. ``pointer``: its contents,
+    if the file is one; then ``size`` is the pointer's own."""
 
     def __init__(self, place: Place, path: str) -> None:
         try:
@@ -74,17 +74,18 @@ class StoredFile(StoredCheckpoint):
         with contextlib.suppress(CorruptionError):
             self.pointer = read_reference(path)
         named = step_in(os.path.basename(path))
-        self.step: Final = self.pointer.step if self.pointer else named
+        step = self.pointer.step if self.pointer else named
         info = VersionInfo(
             model="",
             id=0,
             commit=0,
-            step=self.step or 0,
+            step=step or 0,
             token=bytes(16),
             time_ns=status.st_mtime_ns,
             size=status.st_size,
         )
         super().__init__(place, info, path)
+        self.step = step
 
     @property
     def leads_to(self) -> str:
