@@ -438,35 +438,53 @@ def test_a_part_of_a_directory_is_not_found_where_the_log_is_lost(
     assert (lost.path, lost.paths.keys()) == ("checkpoint-1", sent.keys())
 
 
-def upload(files: MirroredFiles, folder: Path, *names: str) -> dict[str, FileObject]:
+def upload(
+    files: MirroredFiles, folder: Path, *names: str, time_ns: int = 1
+) -> dict[str, FileObject]:
     sent = {}
     for name in names:
         made(folder / "part", 10)
         with open_file(str(folder / "part")) as file:
-            sent[name] = files.upload(name, file, Stop(), time_ns=1)
+            sent[name] = files.upload(name, file, Stop(), time_ns=time_ns)
     return sent
 
 
-def test_a_directory_that_counts_keeps_its_files_where_another_one_is_found(
+def test_a_directory_that_counts_is_not_replaced_by_parts_of_it_that_are_found(
     tmp_path: Path, store: Store, files: MirroredFiles
 ) -> None:
     both = ("checkpoint-1/a.ckpt", "checkpoint-1/custom_checkpoint_0.pkl")
     files.count(files.checkpoints(upload(files, tmp_path, *both)))
+    [whole] = files.read().added
     more = upload(files, tmp_path, "checkpoint-1/c.ckpt")
     files._put_digest(more["checkpoint-1/c.ckpt"])
+    fresh = MirroredFiles(store, "run", "the store")
+    assert fresh.find_lost() == []
+    store.delete([each.name for each in store.list("run/_portus/log/")])
+    lost = MirroredFiles(store, "run", "the store").find_lost()
+    files = MirroredFiles(store, "run", "the store")
+    files.claim("a test", RUN)
+    files.count([whole])  # after the list, and before the claim
+    fresh = MirroredFiles(store, "run", "the store")
+    fresh.claim("a repair", RUN, passing=True)
+    fresh.restore(lost)
+    assert fresh.state.added == (whole,)
+
+
+def test_a_step_that_was_removed_and_is_kept_does_not_make_a_restored_one_old(
+    tmp_path: Path, store: Store, files: MirroredFiles
+) -> None:
+    for step in (100, 45):  # the run went back
+        made(tmp_path / f"step={step}.ckpt", step)
+        put(files, tmp_path / f"step={step}.ckpt")
+    files.retire([each.token for each in files.below("step=100.ckpt")], 1)
+    files._put_digest(upload(files, tmp_path, "step=50.ckpt", time_ns=2**62)["step=50.ckpt"])
     fresh = MirroredFiles(store, "run", "the store")
     lost = fresh.find_lost()
     fresh.claim("a repair", RUN, passing=True)
     fresh.restore(lost)
-    state = fresh.read()
-    assert {path for each in state.added for path in each.paths} == {*both, *more}
-    files.claim("a test", RUN)
-    files.count(files.checkpoints(upload(files, tmp_path, *both, *more)))
-    [whole] = files.read().added
-    assert whole.paths.keys() == {*both, *more}, "and the next save of it has all"
-    fresh.claim("a repair", RUN, passing=True)
-    fresh.restore([*lost, *fresh.checkpoints({both[0]: more["checkpoint-1/c.ckpt"]})])
-    assert fresh.state.added == (whole,), "what counts by now is not replaced"
+    newest = fresh.read().newest
+    assert newest is not None
+    assert newest.path == "step=50.ckpt"
 
 
 def test_files_are_one_checkpoint_only_in_a_directory_with_a_step_in_its_name(

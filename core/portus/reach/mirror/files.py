@@ -192,9 +192,6 @@ class MirroredFiles(Mirror):
             self._delete(self._uncounted - self.state.sizes.keys())
         self._uncounted.clear()
 
-    def _counted_paths(self) -> set[str]:
-        return {path for each in self.state.added for path in each.paths}
-
     def below(self, path: str) -> list[Added]:
         """Return the checkpoints at ``path`` and below."""
         return [each for each in self.state.added if each.is_in(path)]
@@ -219,10 +216,10 @@ class MirroredFiles(Mirror):
     def find_lost(self) -> list[Added]:
         """Return facts for ``restore`` of the objects that have a digest beside them, and no entry
         of the log. Of several for one path, the newest one that is as its digest says; these are
-        read. Of a directory with a step in its name, none if one of its files has no digest: its
-        upload had not ended. ``time_ns``: of the upload."""
+        read. Of a directory with a step in its name, none if it counts, or if one of its files has
+        no digest: its upload had not ended. ``time_ns``: of the upload."""
         there = {each.name: each for each in self.objects_without_entry()}
-        counted = self._counted_paths()
+        counted = {path for each in self.state.added for path in each.paths}
         partial = {
             _checkpoint_of(name)
             for name in there
@@ -237,19 +234,16 @@ class MirroredFiles(Mirror):
                 continue
             said = (self._objects.get(beside) or b"").partition(b" ")[0].decode(errors="replace")
             above, time_ns = _checkpoint_of(path), int(each.modified * 1e9)
-            if (above == path or above not in partial) and _DIGEST.fullmatch(said):
+            # What a directory that counts does not have is of another save of it.
+            is_part = above != path and (above in partial or self.below(above))
+            if not is_part and _DIGEST.fullmatch(said):
                 file = FileObject(each.name, each.size, bytes.fromhex(said), time_ns)
                 found.setdefault(path, []).append(file)
         files = {
             path: some[0] if len(some) == 1 else self._first_whole(some)
             for path, some in found.items()
         }
-        # A directory that counts keeps its files: one that it lacks is a checkpoint of its own.
-        alone = {path for path in files if self.below(_checkpoint_of(path))}
-        return [
-            *self.checkpoints({path: file for path, file in files.items() if path not in alone}),
-            *(self.checkpoint(path, {path: files[path]}, step_in(path) or 0) for path in alone),
-        ]
+        return self.checkpoints(files)
 
     def _first_whole(self, files: Sequence[FileObject]) -> FileObject:
         """Return the first of the files that is as its digest says; the first one if none is."""
@@ -263,10 +257,11 @@ class MirroredFiles(Mirror):
     def restore(self, lost: Sequence[Added], saved_ns: Mapping[str, int] | None = None) -> None:
         """Make checkpoints of ``find_lost`` count again, but those at whose path one counts by now.
         Call it after ``claim``. saved_ns: when some of their files were saved, by their paths."""
-        counted = self._counted_paths()
-        lost = [e for e in lost if e.path not in counted and not self.below(e.path)]
+        lost = [each for each in lost if not self.below(each.path)]
         known, tokens = saved_ns or {}, {each.token for each in lost}
-        every = sorted([*lost, *self.state.checkpoints], key=_step_of, reverse=True)
+        # A run that went back may have removed a later step: that bounds no time.
+        counting = [each for each in self.state.checkpoints if not each.retired]
+        every = sorted([*lost, *counting], key=_step_of, reverse=True)
         facts, before_ns = [], math.inf
         # Uploads go newest first, so the later of two may be of the earlier step.
         for step, some in itertools.groupby(every, _step_of):

@@ -61,7 +61,8 @@ class MirrorStep(NamedTuple):
 
 
 def _choose(mirror: Mirror, step: int | None) -> list[MirrorStep]:
-    versions = mirror.read().checkpoints
+    # What was removed, and the mirror keeps, is there for those who ask for its step.
+    versions = [e for e in mirror.read().checkpoints if step is not None or not e.retired]
     chosen = [MirrorStep(mirror, each) for each in versions if step in (None, each.step)]
     if not chosen:
         steps = [each.step for each in versions[-_SHOWN:]]
