@@ -131,6 +131,9 @@ def test_the_newest_versions_that_were_removed_stay_in_the_mirror_and_are_not_fe
     assert steps(bucket) == [6, 7]
     assert_same(portus.load(f"{bucket}/default/net"), state(6))
     assert_same(portus.load(f"{bucket}/default/net@7"), state(7))
+    moved = portus.load(f"{bucket}/default/net@7", map_location="meta")
+    leaves = torch.utils._pytree.tree_leaves(moved)
+    assert all(each.is_meta for each in leaves if torch.is_tensor(each))
 
 
 def test_what_a_claim_fetched_from_a_replica_is_mirrored_without_a_commit(

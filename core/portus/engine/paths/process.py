@@ -214,7 +214,7 @@ def load(path: str | os.PathLike[str], names: Patterns = None, **settings: Any) 
     what ``torch.load`` raises.
     """
     if isinstance(path, str) and _STORE.match(path):
-        return extension(MIRRORED)(path, names)
+        return extension(MIRRORED)(path, names, **settings)
     where = os.path.realpath(os.fspath(path))
     PENDING.wait_for(where)
     with PENDING.exempt():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from portus.errors import UsageError
+from portus.errors import CorruptionError, UsageError
 from portus.reach.mirror.address import StoreAddress, parse
 from portus.reach.mirror.files import BY_HAND, MirroredFiles
 from portus.reach.mirror.mirror import firsts, models
@@ -102,8 +102,8 @@ class MirrorUrl:
 def resolve(url: str, what: str = "mirror") -> MirrorUrl:
     """Return the meaning of ``<mirror>/<model>`` or ``<mirror>/<model>@<step>``; or of
     ``<mirror>``, with or without ``@<step>``, where that has one model. Makes a list for each
-    slash, the last one first. Raises ``UsageError`` if the URL names no mirror, and what the store
-    raises."""
+    slash, the last one first. Raises ``UsageError`` if the URL names no mirror, ``CorruptionError``
+    if the log of all there is lost, and what the store raises."""
     said = _STEP.fullmatch(url)
     texts = [(url, None)] if said is None else [(said[1], int(said[2])), (url, None)]
     for text, step in texts:
@@ -136,7 +136,7 @@ def _advice(address: StoreAddress) -> str:
         there = mirrors.models()
         lost = "" if there else mirrors.advise()
     if lost:
-        return lost
+        raise CorruptionError(f"{address}: {lost}")
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"

@@ -18,8 +18,8 @@ _SHOWN: Final = 20
 """Steps that an error lists."""
 
 
-def load(url: str, names: Patterns = None) -> object:
-    """Load a version from a mirror, and return its verified state, on the CPU.
+def load(url: str, names: Patterns = None, **settings: Any) -> object:
+    """Load a version from a mirror, and return its verified state, on the CPU by default.
 
     This needs no pool and leaves nothing on this machine. The tensors are new, with the saved
     shapes and dtypes, and belong to the caller. Blocks while it downloads.
@@ -28,6 +28,7 @@ def load(url: str, names: Patterns = None) -> object:
     ``gs://``, ``az://``, ``file:///``. If the mirror is sealed with a key, set
     ``$PORTUS_MIRROR_KEY``.
     names: shell patterns of key paths (``"model.*"``): read only that part of the state.
+    settings: those of ``torch.load``.
 
     If the newest version does not verify, it returns the newest one that does, and logs an error.
     Raises ``NoCheckpointError`` if there is no such version, ``UsageError`` if nothing in it
@@ -46,7 +47,7 @@ def load(url: str, names: Patterns = None) -> object:
         mirror = mirrors.of(found.model)
         return use_newest(
             partial(_choose, mirror, found.step),
-            lambda each: load_version(mirror, each.added, names),
+            lambda each: load_version(mirror, each.added, names, **settings),
         )
 
 
