@@ -44,8 +44,8 @@ def status(output: Output, url: Text = _MIRROR, pool: Text = POOL) -> None:
     rows: list[Row] = []
     with Mirrors(address) as mirrors, _local(pool) as local:
         models = mirrors.models()
-        if not models and (advice := mirrors.advise()):
-            raise UsageError(f"{address}: {advice}")
+        if not models:
+            mirrors.require_log()
         for model, advice in mirrors.find_lost().items():
             output.code = FOUND
             output.line(f"{address}: {model}: {advice}")
@@ -107,11 +107,11 @@ def repair(
         able = {model for model, advice in lost.items() if advice == RUN_LOST or model in own}
         models = sorted([*mirrors.models(), *able])
         if not models:
-            advice = mirrors.advise() or (
-                "there is no mirror to repair; what mirrors there sends all of it when it starts "
-                "the next time"
+            mirrors.require_log()
+            raise UsageError(
+                f"{address}: there is no mirror to repair; what mirrors there sends all of it when "
+                "it starts the next time"
             )
-            raise UsageError(f"{address}: {advice}")
         for model in lost.keys() - able:
             output.code = FOUND
             output.line(f"{address}: {model}: {lost[model]}")

@@ -63,10 +63,12 @@ class Mirrors:
         """Return whether the model has a mirror here. Makes one request."""
         return next(self._store.list(prefix_of(model) + LOG), None) is not None
 
-    def advise(self) -> str:
-        """Return what to do about files here whose log is lost, where no model has a mirror; "" if
-        there are none. Makes a list."""
-        return _advise_on(e.name for e in itertools.islice(self._store.list(""), _LOOKED_AT))
+    def require_log(self) -> None:
+        """Where no model has a mirror, raise ``CorruptionError`` if there are files whose log is
+        lost. Makes a list."""
+        first = itertools.islice(self._store.list(""), _LOOKED_AT)
+        if advice := _advise_on(each.name for each in first):
+            raise CorruptionError(f"{self.address}: {advice}")
 
     def find_lost(self) -> dict[str, str]:
         """Return the runs and models that have files here, and no log, and what to do about each.
@@ -134,9 +136,8 @@ def _of_one(address: StoreAddress) -> tuple[StoreAddress, str] | None:
 def _advice(address: StoreAddress) -> str:
     with Mirrors(address) as mirrors:
         there = mirrors.models()
-        lost = "" if there else mirrors.advise()
-    if lost:
-        raise CorruptionError(f"{address}: {lost}")
+        if not there:
+            mirrors.require_log()
     if there:
         names = ", ".join(map(repr, there[:_SHOWN]))
         return f"say which model, {address}/MODEL; it has mirrors of {names}"
