@@ -20,7 +20,7 @@ import posixpath
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,10 @@ _HELD_MAX: Final = 256
 
 _DRAFTS_S: Final = 60.0
 """The longest that an upload waits for files of other processes in the same directory."""
+
+
+_Missing = tuple[Added, Mapping[str, FileObject]]
+"""A checkpoint of the store, and its files that are not here, by their paths."""
 
 
 class _Note(msgspec.Struct):
@@ -175,15 +179,15 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """
         with PENDING.exempt():
             if self._is_lost(state := self._mirror.read()):
-                self._fetch_all(state)
+                self._fetch_all(state, self._missing(state))
 
     def pull(self) -> tuple[list[str], bool]:
         """Fetch the store's files that this machine lacks, regardless of their history; return the
         paths, and whether all are fetched. Blocks. Raises as ``fetch``."""
         missing = self._missing(state := self._mirror.read())
-        wanted = {path: each for added in missing for path, each in self._lacks(added).items()}
-        self._fetch_all(state)
-        found = [path for path, each in wanted.items() if self._has(path, each)]
+        self._fetch_all(state, missing)
+        wanted = [each for _, lacking in missing for each in lacking.items()]
+        found = [path for path, each in wanted if self._has(path, each)]
         return found, not (self._damaged or self._mirror.damage)
 
     def begin(self) -> None:
@@ -538,20 +542,21 @@ class DirectoryMirror(BackgroundCopier, Companion):
         """Return the files of a checkpoint of the store that are not here, by their paths."""
         return {path: each for path, each in added.paths.items() if not self._has(path, each)}
 
-    def _missing(self, state: State) -> list[Added]:
+    def _missing(self, state: State) -> list[_Missing]:
         """Return the store's checkpoints that are not here, or not whole, oldest first."""
         return [
-            each
+            (each, lacking)
             for each in state.checkpoints
-            if not each.retired and each.token not in self._damaged and self._lacks(each)
+            if not each.retired
+            and each.token not in self._damaged
+            and (lacking := self._lacks(each))
         ]
 
-    def _fetch_all(self, state: State) -> None:
+    def _fetch_all(self, state: State, missing: Sequence[_Missing]) -> None:
         """Fetch missing files, oldest first: after a kill the newest is still missing."""
-        missing = self._missing(state)
         if not missing:
             return
-        files = [each for added in missing for each in self._lacks(added).values()]
+        files = [each for _, lacking in missing for each in lacking.values()]
         total = sum(each.size for each in files)
         _log.warning(
             "portus: %s: %d files of run %r, %d bytes, are fetched from %s",
@@ -570,9 +575,9 @@ class DirectoryMirror(BackgroundCopier, Companion):
                 said_s = time.monotonic()
                 _log.warning("portus: fetched %d of %d MiB", arrived >> 20, total >> 20)
 
-        for added in missing:
+        for added, lacking in missing:
             try:
-                self._fetch(added, advance)
+                self._fetch(added, lacking, advance)
             except CorruptionError as error:
                 failure = error
                 self._damaged.add(added.token)
@@ -588,16 +593,17 @@ class DirectoryMirror(BackgroundCopier, Companion):
                     # begins anew.
                     replace_link(path, os.path.join(os.path.dirname(path), target))
 
-    def _fetch(self, added: Added, advance: Callable[[int], None]) -> None:
-        """Fetch the files of a checkpoint that are not here, or none of them."""
+    def _fetch(
+        self, added: Added, lacking: Mapping[str, FileObject], advance: Callable[[int], None]
+    ) -> None:
+        """Fetch the files of a checkpoint that are lacking here, or none of them."""
         labels = Labels(model=self._model, step=added.step, token=added.token)
         # With their times: a Lightning that starts chooses by these (decision 0208).
-        times = {path: each.time_ns for path, each in added.paths.items()}
+        times = {path: each.time_ns for path, each in lacking.items()}
         options = CopyOptions(times=times, advance=advance)
-        missing = self._lacks(added)
         with self._mirror.open(added) as opened, contextlib.ExitStack() as stack:
             files = dict(zip(added.paths, opened.values(), strict=True))
-            files = {path: files[path] for path in missing}
+            files = {path: files[path] for path in lacking}
             place = stack.enter_context(open_place(Place.of_files(self._directory)))
             commit = stack.enter_context(place.draft(labels, files, options))
             commit()
